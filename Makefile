@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 .PHONY: demo test docs dist clean
 
 demo: $(READY)
-	$(BIN)/thermocline demo $(if $(DEMO_DATA),--data "$(DEMO_DATA)")
+	$(BIN)/python -m examples.demo $(if $(DEMO_DATA),--data "$(DEMO_DATA)")
 
 test: $(READY)
 	$(BIN)/ruff check .

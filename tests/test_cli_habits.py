@@ -102,7 +102,7 @@ def helped():
 
 def test_asking_any_verb_for_help_does_not_load_torch(helped):
     assert helped["torch"] is False
-    assert len(helped["answers"]) == len(ALL) > 30
+    assert len(helped["answers"]) == len(ALL) >= 30
     assert {answer["code"] for answer in helped["answers"].values()} == {0}
     assert {answer["err"] for answer in helped["answers"].values()} == {""}
 

@@ -12,11 +12,11 @@ from dataclasses import asdict
 
 import pytest
 
+from examples.demo import pipeline
+from examples.demo.report import lines_of
+from examples.demo.stages import Stages, environment
+from examples.demo.worker import _sequence
 from thermocline.data.synthetic import SyntheticLog, table_rows
-from thermocline.demo import pipeline
-from thermocline.demo.report import lines_of
-from thermocline.demo.stages import Stages
-from thermocline.demo.worker import _sequence
 from thermocline.errors import ThermoclineError
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.model import Plan
@@ -52,7 +52,7 @@ def test_other_settings_begin_anew(tmp_path):
 
 def test_a_child_reports_progress_and_what_else_it_says_is_kept(tmp_path):
     reported = []
-    code = "from thermocline.demo.stages import show_progress; show_progress(1, 3, 'rows'); print('hello')"
+    code = "from examples.demo.stages import show_progress; show_progress(1, 3, 'rows'); print('hello')"
     stages(tmp_path, [], reported).python(["-c", code])
     assert reported == [(1, 3, "rows")]
     assert "hello\n" in (tmp_path / "log.txt").read_text()
@@ -68,12 +68,12 @@ def test_children_end_with_the_demo(tmp_path):
     """Interrupted while a child sleeps: the child is gone soon after."""
     child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     parent = (
-        "import signal\nfrom pathlib import Path\nfrom thermocline.cli.demo import _sigterm_as_interrupt\n"
-        "from thermocline.demo.stages import Stages\n"
+        "import signal\nfrom pathlib import Path\nfrom examples.demo.__main__ import _sigterm_as_interrupt\n"
+        "from examples.demo.stages import Stages\n"
         f"s = Stages(Path({str(tmp_path)!r}), {{}}, print, print, 1)\n"
         f"with _sigterm_as_interrupt():\n    s.python(['-c', {child!r}])"
     )
-    process = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", parent], env=environment(), stderr=subprocess.PIPE)
     deadline = time.monotonic() + 300
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < deadline
@@ -144,11 +144,11 @@ def test_full_size_plan_copies_rows_of_the_dlrm_but_not_of_the_sequence_model():
 @pytest.mark.slow
 @pytest.mark.skipif("THERMOCLINE_DEMO" not in os.environ, reason="starts a dozen processes; set THERMOCLINE_DEMO=1 to run it")
 def test_the_whole_pipeline_small(tmp_path):
-    command = [sys.executable, "-m", "thermocline", "demo", "--small", "-o", "out", "--json", "-"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-m", "examples.demo", "--small", "-o", "out", "--json", "-"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["serve"]["planned"]["equal"] and found["serve"]["fp32"]["equal"]
     assert found["train"]["planned"]["dlrm"]["auc"] > 0.5
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)  # nothing is done again
+    again = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)  # nothing is done again
     assert json.loads(again.stdout)["train"] == found["train"]

@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy import recipes
 from benchmarks.accuracy import rows as accuracy_rows
 from benchmarks.accuracy.arms import CRITEO, FP32, MOVIELENS, SYNTHETIC, AccuracyArm, arms_of, run_job
 from benchmarks.runner import record
 from benchmarks.runner.paired import ReportProgress, TrainingJob, finish
 from thermocline.data import ClickFile
-from thermocline.train import DLRMSettings, recipes
+from thermocline.train import DLRMSettings
 
 DIMS = (16, 64)
 LARGE = 1 << 22  # training samples of a synthetic log

@@ -58,7 +58,7 @@ def accuracy(
     from benchmarks.runner import paired, record
     from thermocline.train import DLRMSettings
 
-    file, name = None if data == SYNTHETIC else Path(data), device.value if device else "cpu"
+    file, name = None if data == SYNTHETIC else Path(data), device or "cpu"
     log = DLRMSettings(data=file, test=test, samples=samples, rows=rows, device=name)
     plan = bench.AccuracyPlan(log, tuple(dim or bench.DIMS), seeds, whole_grid, filter)
     at_once = jobs or (record.cores() if name == "cpu" else 1)

@@ -62,9 +62,8 @@ def _race(
     from benchmarks.kernels import benchmark as bench
 
     def run(progress: ReportProgress) -> Record:
-        name = device.value if device else None
         return bench.run(
-            device=name, filter=filter, quick=quick, peers=peers, peer_python=peer_python, progress=progress, plan=plan
+            device=device, filter=filter, quick=quick, peers=peers, peer_python=peer_python, progress=progress, plan=plan
         )
 
     measure(json, quiet, run)
@@ -76,7 +75,7 @@ def memory(device: Device = None, json: Json = None, quiet: Quiet = False, debug
     from benchmarks.kernels import benchmark as kernels
     from benchmarks.tables import memory as bench
 
-    devices = kernels.devices(device.value if device else None)
+    devices = kernels.devices(device)
     measure(json, quiet, lambda progress: bench.run(devices, progress))
 
 

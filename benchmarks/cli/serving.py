@@ -41,7 +41,7 @@ def serve(
     from benchmarks.serve import benchmark as bench
 
     peers = {"kserve": kserve_python, "mlserver": mlserver_python}
-    name = device.value if device else "cpu"
+    name = device or "cpu"
     measure(json, quiet, lambda progress: bench.run(name, data, filter, quick, progress=progress, peers=peers))
 
 

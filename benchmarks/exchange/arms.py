@@ -19,8 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.exchange.logs import TABLE
+from benchmarks.plan.baselines import make_baseline_plan
 from thermocline.heat.profile import HeatProfile
-from thermocline.plan.make import make_baseline_plan, make_plan
+from thermocline.plan.make import make_plan
 from thermocline.plan.model import Plan
 from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology

@@ -30,8 +30,7 @@ from thermocline.nn.config import RowConfig
 from thermocline.plan.cost.phases import RowKinds, prefetch_latency
 from thermocline.plan.cost.step_cost import Cluster
 from thermocline.plan.model import Plan
-from thermocline.plan.report.check_run import check_run
-from thermocline.plan.run_file import MeasuredRun
+from thermocline.plan.run_file import MeasuredRun, check_run
 from thermocline.plan.topology import Topology
 from thermocline.rows.optimizers import RowwiseAdagrad
 

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.exchange.arms import REPLICAS
 from benchmarks.exchange.step import APART, OVERLAP
 from benchmarks.runner.record import Recorder
-from thermocline.plan.report.check_run import TOLERANCES
+from thermocline.plan.run_file import TOLERANCES
 
 Job = dict[str, Any]
 

@@ -25,15 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.plan.balance import (
-    Placement,
-    PlacementInput,
-    copies_within,
-    place,
-    predicted_imbalance,
-    replay,
-    request_probability,
-)
+from benchmarks.plan.replay import copies_within, predicted_imbalance, replay
+from thermocline.plan.balance import Placement, PlacementInput, place, request_probability
 
 CARDS = (8, 32)
 EXTRA = 0.10

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.plan.balance import LookupLog, Rows, logs
+from benchmarks.plan.replay import copies_within
 from benchmarks.runner.record import Recorder
-from thermocline.plan.balance import copies_within
 from thermocline.serve.tables.partition import RowHeat, TableShape, balanced_split, split_tables
 from thermocline.serve.tables.row_split import TableSplit
 

@@ -21,7 +21,7 @@ from thermocline.heat.profiler import profile_batches
 from thermocline.kernels import RowArrays
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.update import reference
-from thermocline.plan.report.check_run import check_run
+from thermocline.plan.run_file import check_run
 from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 from thermocline.rows.arena import Arena

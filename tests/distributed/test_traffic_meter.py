@@ -13,7 +13,7 @@ from test_placement import CPU, IDS
 from thermocline.distributed.placement.table_map import make_maps
 from thermocline.plan.cost.memory import ID_BYTES
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES
-from thermocline.plan.report.check_run import check_run
+from thermocline.plan.run_file import check_run
 
 ROW_BYTES = {"user": 8 + 4, "item": 8 + 4, "shop": 5 + 4}  # int8 codes and a scale
 SIZES = [4, 0, 7, 2]

@@ -10,8 +10,7 @@ from support import has
 from thermocline import FormatError
 from thermocline.errors import BadInput
 from thermocline.plan.model import Plan, RankPlan, StepPlan, Traffic
-from thermocline.plan.report.check_run import check_run
-from thermocline.plan.run_file import MeasuredRank, MeasuredRun, MeasuredTraffic, fingerprint
+from thermocline.plan.run_file import MeasuredRank, MeasuredRun, MeasuredTraffic, check_run, fingerprint
 from thermocline.plan.topology import Topology
 
 PARTS = {"tables": 1_000_000, "optimizer state": 200_000, "cache": 50_000, "maps": 3_000, "buffers": 40_000}

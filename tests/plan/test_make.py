@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from example_tables import HEAT, ITEM, cluster, tables
 
+from benchmarks.plan.baselines import make_baseline_plan
 from support import has
 from thermocline.errors import BadInput
 from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.cost.step_cost import Cluster, request_probability
-from thermocline.plan.make import make_baseline_plan, make_plan
+from thermocline.plan.make import make_plan
 from thermocline.plan.model import MEMORY_PARTS, STEP_PARTS, Plan
 from thermocline.plan.report.explain import explain
 from thermocline.plan.report.page import plan_page

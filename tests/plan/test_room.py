@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from example_tables import COUNTRY, HEAT, ITEM, USER, cluster, tables
 
+from benchmarks.plan.baselines import make_baseline_plan
 from support import has
 from thermocline.errors import BadInput
 from thermocline.heat.curve import Curve
 from thermocline.heat.profiler import profile_batches
-from thermocline.plan.make import make_baseline_plan, make_plan
+from thermocline.plan.make import make_plan
 from thermocline.plan.report.reasons import FREE, MEMORY
 from thermocline.plan.solve.precisions import choose_precisions
 from thermocline.plan.tables import TableConfig, TablesConfig

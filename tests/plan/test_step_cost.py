@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.plan.baselines import make_baseline_plan
 from thermocline.heat.curve import Curve
 from thermocline.plan.cost import memory
 from thermocline.plan.cost.memory import ID_BYTES, RowPrecision, exchange_bytes, row_bytes
@@ -26,7 +27,6 @@ from thermocline.plan.cost.step_cost import (
     request_probability,
     wire_bytes,
 )
-from thermocline.plan.make import make_baseline_plan
 from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import GpuSpec, Link, Links, Topology
 

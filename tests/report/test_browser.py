@@ -7,7 +7,7 @@ import pytest
 from benchmarks.runner.compare import Comparison
 from benchmarks.runner.compare_page import compare_page
 from benchmarks.runner.show import parse
-from thermocline.demo.report import page_of
+from examples.demo.report import page_of
 from thermocline.heat.curve import Curve
 from thermocline.heat.page import heat_page
 from thermocline.plan.make import make_plan

@@ -18,7 +18,10 @@ from thermocline.rows.staging import Stage, place_bytes
 from thermocline.rows.table_spec import TableSpec
 from thermocline.rows.training import Trainer, lookup
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # the interpreter
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # the interpreter
+    pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors need Triton's interpreter; a GPU runs test_gpu_stage.py"),
+]
 
 
 def make() -> tuple[Arena, Tensor, Tensor]:

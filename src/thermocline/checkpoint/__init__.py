@@ -5,8 +5,9 @@ Names are imported at first use: serving reads manifests without loading trainin
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from thermocline._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .background_save import BackgroundSave, save_async
@@ -18,36 +19,10 @@ if TYPE_CHECKING:
     from .reader import Checkpoint
     from .save_job import save
 
-_MODULES = {
-    "background_save": ["BackgroundSave", "save_async"],
-    "compaction": ["compact"],
-    "comparison": ["Diff", "TableDiff", "diff"],
-    "conversion": ["convert"],
-    "interop": ["export_tables", "import_tables"],
-    "loading": ["load", "load_into", "resume"],
-    "reader": ["Checkpoint"],
-    "save_job": ["save"],
-}
 __all__ = [
-    "BackgroundSave",
-    "Checkpoint",
-    "Diff",
-    "TableDiff",
-    "compact",
-    "convert",
-    "diff",
-    "export_tables",
-    "import_tables",
-    "load",
-    "load_into",
-    "resume",
-    "save",
-    "save_async",
-]
+    "BackgroundSave", "Checkpoint", "Diff", "TableDiff", "compact", "convert", "diff", "export_tables", "import_tables", "load",
+    "load_into", "resume", "save", "save_async",
+]  # fmt: skip
 
-
-def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -21,7 +21,7 @@ import typer
 from thermocline import __version__
 from thermocline.errors import ThermoclineError
 
-from . import calibrate, checkpoint, data, demo, doctor, estimate, heat, plan, serve, serve_status, simulate, train, verify
+from . import calibrate, checkpoint, data, doctor, estimate, heat, plan, serve, simulate, train, verify
 from .options import Debug
 
 BAD_INPUT, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
@@ -36,7 +36,6 @@ app = typer.Typer(
 )
 app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command(name="verify", epilog=verify.EXAMPLE)(verify.verify)
-app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
 app.command(name="calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.command(name="estimate", epilog=estimate.EXAMPLE)(estimate.estimate)
 app.command(name="simulate", epilog=simulate.EXAMPLE)(simulate.simulate)
@@ -45,7 +44,6 @@ app.add_typer(data.app, name="data")
 app.add_typer(heat.app, name="heat")
 app.add_typer(plan.app, name="plan")
 app.add_typer(checkpoint.app, name="checkpoint")
-serve.app.command(name="status", epilog=serve_status.EXAMPLE)(serve_status.status)
 app.add_typer(serve.app, name="serve")
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from .options import Debug, Json, Quiet, check_folder
-from .output import console, progress_bar, write_json
+from .output import console, deliver, progress_bar, table
 
 EXAMPLE = (
     "Example:  thermocline calibrate -o cluster.yaml   (a cluster: torchrun --nnodes 2 --nproc-per-node 8 ... "
@@ -42,11 +41,9 @@ def calibrate(
     if found is None:  # not the first rank
         return
     text = to_yaml(found)
-    if json:
-        write_json(found.model_dump(mode="json"), json)
     if output:
         Path(output).write_text(text, encoding="utf-8")
-    if json != "-" and not quiet:
+    if deliver(found.model_dump(mode="json"), json, quiet):
         sys.stdout.write(text)
 
 
@@ -54,16 +51,12 @@ def _list_presets(json: str | None) -> None:
     from thermocline.plan.topology import presets
     from thermocline.plan.units import show_bytes, show_rate
 
-    found = presets()
-    if json:
-        write_json({name: topology.model_dump(mode="json") for name, topology in found.items()}, json)
-    if json == "-":
+    found, rows = presets(), []
+    if not deliver({name: topology.model_dump(mode="json") for name, topology in found.items()}, json, False):
         return
-    table = Table(
-        "preset", "GPUs per node", "memory", "reads", "node link", "network", "date", "source", box=None, pad_edge=False
-    )
     for name, one in found.items():
         network = show_rate(one.links.cluster.bandwidth) if one.links.cluster else "-"
         rates = (show_bytes(one.gpu.memory), show_rate(one.gpu.bandwidth), show_rate(one.links.node.bandwidth), network)
-        table.add_row(name, str(one.gpus_per_node), *rates, one.date, one.source)
-    console().print(table)
+        rows.append((name, str(one.gpus_per_node), *rates, one.date, one.source))
+    heads = ("preset", "GPUs per node", "memory", "reads", "node link", "network", "date", "source")
+    console().print(table(heads, rows, heads))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from .options import Debug, Json, Quiet
-from .output import at_work, console, write_json
+from .output import at_work, console, deliver, table
 
 if TYPE_CHECKING:
     from thermocline.checkpoint import Checkpoint
@@ -27,45 +26,29 @@ app = typer.Typer(
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint folder.")]
 
 
-class StyleName(str, Enum):
-    """Key names of a state dict."""
-
-    torchrec = "torchrec"
-    torch = "torch"
-    fused = "fused"
-
-
 @app.command(epilog="Example:  thermocline checkpoint inspect checkpoints/run1")
 def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
     """Show the content of a checkpoint and verify the sha256 of every file."""
-    from rich.table import Table
-
     from thermocline.checkpoint import Checkpoint
 
     with at_work(quiet, f"reading {folder}"):
         checkpoint = Checkpoint.open(folder)
         checkpoint.verify()
         found = _content(checkpoint)
-    if json:
-        write_json(found, json)
-    if json == "-" or quiet:
+    if not deliver(found, json, quiet):
         return
     about = found["about"] | {"id maps": _maps(found["about"]["id maps"])}
     lines = [f"{name:12}{_brief(value)}" for name, value in about.items() if value not in (None, "", [])]
-    table = Table(box=None, pad_edge=False)
-    for name in ("table", "rows", "dim", "precision", "in cache", "bytes", "features"):
-        table.add_column(name, justify="left" if name in ("table", "precision", "features") else "right")
-    for each in [*found["tables"], *_sums(found["tables"])]:
-        numbers = (
-            f"{each['rows']:,}",
-            str(each["dim"] or ""),
-            ", ".join(each["precisions"]),
-            f"{each['cached']:,}",
-            f"{each['bytes']:,}",
+    rows = [
+        (
+            each["name"], f"{each['rows']:,}", str(each["dim"] or ""), ", ".join(each["precisions"]), f"{each['cached']:,}",
+            f"{each['bytes']:,}", ", ".join(each["features"]),
         )
-        table.add_row(each["name"], *numbers, ", ".join(each["features"]))
+        for each in [*found["tables"], *_sums(found["tables"])]
+    ]  # fmt: skip
+    heads = ("table", "rows", "dim", "precision", "in cache", "bytes", "features")
     console().print("\n".join(lines) + "\n", markup=False)
-    console().print(table)
+    console().print(table(heads, rows, ("table", "precision", "features")))
     console().print()
     for each in found["saves"]:
         ranks = f"{each['ranks']} rank" + "s" * (each["ranks"] > 1)
@@ -139,23 +122,18 @@ def diff(
     debug: Debug = False,
 ) -> None:
     """Compare two checkpoints by value. The exit code is 1 if they differ."""
-    from rich.table import Table
-
     from thermocline.checkpoint import diff as compare
 
     with at_work(quiet, "comparing rows"):
         found = compare(first, second)
-    if json:
-        write_json(asdict(found) | {"same": found.same}, json)
-    if json != "-" and not quiet:
-        table = Table(box=None, pad_edge=False)
-        for name in ("table", "rows", "precisions", "rows that differ", "largest difference", "states that differ"):
-            table.add_column(name, justify="left" if name in ("table", "precisions") else "right")
+    if deliver(asdict(found) | {"same": found.same}, json, quiet):
+        rows = []
         for each in found.tables:
             states = "-" if each.states is None else f"{each.states:,}"
             cells = (f"{each.total:,}", " -> ".join(each.precision), f"{each.rows:,}", f"{each.largest:.3g}", states)
-            table.add_row(each.table, *cells)
-        console().print(table)
+            rows.append((each.table, *cells))
+        heads = ("table", "rows", "precisions", "rows that differ", "largest difference", "states that differ")
+        console().print(table(heads, rows, ("table", "precisions")))
         others = {
             f"only in {first}": found.only[0], f"only in {second}": found.only[1], "of another size": found.other_size,
             "other id maps": found.maps, "dense part": found.dense,
@@ -175,7 +153,9 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="New folder, or new .safetensors file.")],
     precision: Annotated[str | None, typer.Option("--precision", help="Row precision of the target checkpoint.")] = None,
-    style: Annotated[StyleName, typer.Option("--as", help="Key names of the target state dict.")] = StyleName.torchrec,
+    style: Annotated[
+        Literal["torchrec", "torch", "fused"], typer.Option("--as", help="Key names of the target state dict.")
+    ] = "torchrec",
     tables: Annotated[
         str, typer.Option("--tables", help="Table names in a state dict of torch, separated by commas.", show_default="all")
     ] = "",
@@ -188,10 +168,8 @@ def convert(
     from thermocline.checkpoint import convert as make
 
     with at_work(quiet, f"writing {target}"):
-        make(source, target, precision, style.value, tables.split(",") if tables else None, bits)
-    if json:
-        write_json({"source": str(source), "target": str(target), "precision": precision}, json)
-    if json != "-" and not quiet:
+        make(source, target, precision, style, tables.split(",") if tables else None, bits)
+    if deliver({"source": str(source), "target": str(target), "precision": precision}, json, quiet):
         console().print(f"{target}: written", markup=False)
 
 
@@ -205,11 +183,7 @@ def compact(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
     with at_work(quiet, f"compacting {folder}"):
         after = make(folder)
     sizes = [sum(save.bytes for save in manifest.saves) for manifest in (before, after)]
-    if json:
-        write_json(
-            {"folder": str(folder), "saves_before": len(before.saves), "bytes_before": sizes[0], "bytes": sizes[1]}, json
-        )
-    if json != "-" and not quiet:
-        console().print(
-            f"{folder}: merged {len(before.saves)} saves of {sizes[0]:,} bytes into one of {sizes[1]:,}", markup=False
-        )
+    result = {"folder": str(folder), "saves_before": len(before.saves), "bytes_before": sizes[0], "bytes": sizes[1]}
+    if deliver(result, json, quiet):
+        merged = f"merged {len(before.saves)} saves of {sizes[0]:,} bytes into one of {sizes[1]:,}"
+        console().print(f"{folder}: {merged}", markup=False)

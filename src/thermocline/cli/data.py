@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from .options import Debug, Device, Json, Quiet
-from .output import console, progress_bar, write_json
+from .options import Debug, Device, Json, Quiet, check_folder
+from .output import console, deliver, progress_bar
 
 app = typer.Typer(
     help="Write synthetic logs.",
@@ -17,7 +17,14 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.parquet", help="Output file.")]
+
+def _check_output(output: Path) -> Path | None:
+    if output.suffix != ".parquet":
+        raise typer.BadParameter(f"'{output}' must end in .parquet; use '{output.stem}.parquet'")
+    return check_folder(output)
+
+
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.parquet", callback=_check_output, help="Output file.")]
 Exponent = Annotated[float, typer.Option("--exponent", min=0, help="Zipf exponent of the ids.")]
 Rows = Annotated[int, typer.Option("--rows", min=26, help="Rows over all 26 tables (Criteo Kaggle: 33,762,577).")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all randomness.")]
@@ -39,20 +46,16 @@ def synth(
     from thermocline.data.synthetic import SyntheticLog, table_rows
     from thermocline.data.write_log import write_parquet
 
-    _check_output(output)
-    log = SyntheticLog(table_rows(rows), samples, seed, device=device.value if device else "cpu", exponent=exponent)
+    log = SyntheticLog(table_rows(rows), samples, seed, device=device or "cpu", exponent=exponent)
     start = time.perf_counter()
     with progress_bar(quiet) as progress:
         best = write_parquet(log, output, progress)
     result = {"file": str(output), "samples": samples, "rows": list(log.rows), "seed": seed, "exponent": exponent}
     result |= {"best": best._asdict(), "seconds": time.perf_counter() - start}
-    if json:
-        write_json(result, json)
-    if json != "-" and not quiet:
-        console().print(
-            f"{output}: {samples:,} samples over {sum(log.rows):,} rows. Metrics of the true probabilities:"
-            f" AUC {best.auc:.4f}, LogLoss {best.logloss:.4f}, NE {best.ne:.4f}"
-        )
+    if deliver(result, json, quiet):
+        metrics = f"AUC {best.auc:.4f}, LogLoss {best.logloss:.4f}, NE {best.ne:.4f}"
+        written = f"{output}: {samples:,} samples over {sum(log.rows):,} rows"
+        console().print(f"{written}. Metrics of the true probabilities: {metrics}")
 
 
 @app.command(epilog="Example:  thermocline data sequences -o log.parquet --users 100000 --items 50000 --drift 0.1")
@@ -72,19 +75,9 @@ def sequences(
     """Write a synthetic log of histories, sorted by time: user, item and time in milliseconds."""
     from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
 
-    _check_output(output)
     made = SyntheticSequences(users, items, seed, exponent, drift)
     with progress_bar(quiet) as progress:
         written = write_sequences(made, output, progress)
     result = {"file": str(output), "users": users, "items": items, "interactions": written, "seed": seed}
-    if json:
-        write_json(result | {"exponent": exponent, "drift": drift}, json)
-    if json != "-" and not quiet:
+    if deliver(result | {"exponent": exponent, "drift": drift}, json, quiet):
         console().print(f"{output}: {written:,} interactions of {users:,} users with {items:,} items")
-
-
-def _check_output(output: Path) -> None:
-    if output.suffix != ".parquet":
-        raise typer.BadParameter(f"'{output}' must end in .parquet; use '{output.stem}.parquet'", param_hint="--output")
-    if not output.resolve().parent.is_dir():
-        raise typer.BadParameter(f"the folder of '{output}' does not exist", param_hint="--output")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import typer
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.text import Text
 
 from .machine_checks import Finding, examine
 from .options import Debug, Json, Quiet
-from .output import console, write_json
+from .output import console, deliver
 
 EXAMPLE = "Example:  thermocline doctor --json machine.json"
 
@@ -22,14 +21,13 @@ def doctor(json: Json = None, quiet: Quiet = False, debug: Debug = False) -> Non
     """Check this machine; every problem comes with a fix."""
     findings = examine()
     broken = any(finding.state == "broken" for finding in findings)
-    if json:
-        write_json({"ok": not broken, "checks": [finding.as_json() for finding in findings]}, json)
-    if json != "-":
-        out = console()
+    checks = [{"name": each.name, "state": each.state, "found": each.found, "mend": each.fix} for each in findings]
+    if deliver({"ok": not broken, "checks": checks}, json, False):
+        out, count = console(), Counter(finding.state for finding in findings)
         for finding in findings:
             if finding.state != "ok" or not quiet:
                 _print(out, finding)
-        out.print(summary(findings))
+        out.print(f"{count['ok']} ok, {count['warn']} warnings, {count['broken']} broken")
     if broken:
         raise typer.Exit(1)
 
@@ -39,9 +37,3 @@ def _print(out: Console, finding: Finding) -> None:
     out.print(Text.assemble(state, f"  {finding.name:14}  {finding.found}"), soft_wrap=True)
     if finding.fix:
         out.print(Text(f"{'':24}fix: {finding.fix}"), soft_wrap=True)
-
-
-def summary(findings: Sequence[Finding]) -> str:
-    """`N ok, M warnings, K broken`."""
-    count = Counter(finding.state for finding in findings)
-    return f"{count['ok']} ok, {count['warn']} warnings, {count['broken']} broken"

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from .options import Debug, Json, Quiet
-from .output import console, write_json
+from .output import console, deliver, table
 
 if TYPE_CHECKING:
     from thermocline.plan import TablesConfig, Topology
@@ -40,9 +39,7 @@ def estimate(
     found, batch = _read(tables)
     estimates = estimate_memory(found, cluster, batch)
     assumptions = list(notes(found, estimates, cluster, batch))
-    if json:
-        write_json(_as_json(found, cluster, estimates, assumptions), json)
-    if json != "-":
+    if deliver(_as_json(found, cluster, estimates, assumptions), json, False):
         _print(found, cluster, estimates, [] if quiet else assumptions)
 
 
@@ -55,23 +52,20 @@ def _read(given: str) -> tuple[TablesConfig, int | None]:
     path, _, name = given.rpartition(":")
     if not path.endswith(".py"):
         if given.endswith(".py"):
-            raise BadInput(
-                f"{given} is a Python file; name its model too, as in {given}:Model", parameter="tables", value=given
-            )
+            words = f"{given} is a Python file; name its model too, as in {given}:Model"
+            raise BadInput(words, parameter="tables", value=given)
         return TablesConfig.load(given), None
     from thermocline.nn.find_tables import find_tables, load_model, optimizers
 
     model = load_model(path, name)
     tables, used = find_tables(model), optimizers(model)
     if not tables:
-        raise BadInput(
-            f"{name} of {path} has no nn.Embedding, nn.EmbeddingBag or thermocline module", parameter="tables", value=given
-        )
+        words = f"{name} of {path} has no nn.Embedding, nn.EmbeddingBag or thermocline module"
+        raise BadInput(words, parameter="tables", value=given)
     if len(used) > 1:
-        raise BadInput(
-            f"the modules of {name} have different optimizers ({', '.join(sorted(used))}); estimate them one by one",
-            parameter="optimizer",
-        )
+        names = ", ".join(sorted(used))
+        words = f"the modules of {name} have different optimizers ({names}); estimate them one by one"
+        raise BadInput(words, parameter="optimizer")
     data: dict[str, Any] = {"batch": 1, "tables": tables} | ({"optimizer": used.pop()} if used else {})
     return read_data(TablesConfig, data, given), 0
 
@@ -93,21 +87,23 @@ def _print(tables: TablesConfig, topology: Topology | None, estimates: Sequence[
     from thermocline.plan.units import show_bytes
 
     out = console()
-    sizes = Table("precision", *PARTS, "total", "on hosts, if codes are", box=None, pad_edge=False)
-    fits = Table("GPUs needed", "everything on GPUs", "codes on hosts", box=None, pad_edge=False)
-    for column in sizes.columns[1:]:
-        column.justify = "right"
+    sizes, fits = [], []
     for found in estimates:
         parts = [show_bytes(found.parts[part]) for part in PARTS]
-        sizes.add_row(found.choice.name, *parts, show_bytes(found.total), show_bytes(found.host))
-        fits.add_row(found.choice.name, _fit_words(found.on_gpu), _fit_words(found.on_host))
-    out.print(sizes)
+        sizes.append((found.choice.name, *parts, show_bytes(found.total), show_bytes(found.host)))
+        fits.append((found.choice.name, _fit_words(found.on_gpu), _fit_words(found.on_host)))
+    out.print(table(("precision", *PARTS, "total", "on hosts, if codes are"), sizes, ("precision",)))
     if topology:
         memory = show_bytes(topology.gpu.memory)
         out.print(f"\n{topology.name or 'topology'}: {memory} per GPU, {topology.gpus_per_node} GPUs per node")
-        out.print(fits)
+        heads = ("GPUs needed", "everything on GPUs", "codes on hosts")
+        out.print(table(heads, fits, heads))
     out.print()
-    out.print(_by_table(tables, estimates))
+    largest = sorted(tables.tables, key=lambda t: -t.rows * t.dim)[:_MOST_TABLES]
+    rows = [(t.name, f"{t.rows:,}", str(t.dim), *(show_bytes(each.tables[t.name]) for each in estimates)) for t in largest]
+    if len(tables.tables) > len(largest):
+        rows.append((f"and {len(tables.tables) - len(largest):,} smaller tables",))
+    out.print(table(("table", "rows", "dim", *(found.choice.name for found in estimates)), rows, ("table",)))
     for note in notes:
         out.print(f"[dim]{note}[/dim]")
 
@@ -120,18 +116,3 @@ def _fit_words(fit: GpuFit | None) -> str:
     host = f", {show_bytes(fit.host_bytes)} per host" if fit.host_bytes else ""
     nodes = f" on {fit.nodes:,} nodes" if fit.nodes > 1 else ""
     return f"{fit.gpus:,}{nodes} ({show_bytes(fit.gpu_bytes)} per GPU{host})"
-
-
-def _by_table(tables: TablesConfig, estimates: Sequence[Estimate]) -> Table:
-    from thermocline.plan.units import show_bytes
-
-    table = Table("table", "rows", "dim", *(found.choice.name for found in estimates), box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    largest = sorted(tables.tables, key=lambda t: -t.rows * t.dim)[:_MOST_TABLES]
-    for given in largest:
-        sizes = (show_bytes(found.tables[given.name]) for found in estimates)
-        table.add_row(given.name, f"{given.rows:,}", str(given.dim), *sizes)
-    if len(tables.tables) > len(largest):
-        table.add_row(f"and {len(tables.tables) - len(largest):,} smaller tables")
-    return table

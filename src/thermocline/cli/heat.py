@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 
 from thermocline.errors import BadInput
 
-from .options import Debug, Json, Quiet
-from .output import console, progress_bar, write_json
+from .options import Debug, Json, Quiet, check_folder
+from .output import console, deliver, progress_bar, stop_on_interrupt, table
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
     from thermocline.heat import HeatProfile
+
+# Lines around the cells, and title and caption on the left.
+_LINED: dict[str, Any] = {"box": box.HEAVY_HEAD, "pad_edge": True, "title_justify": "left", "caption_justify": "left"}
 
 app = typer.Typer(
     help="Profile how often each row is looked up; merge, show and compare heat files.",
@@ -29,7 +28,11 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.tc", help="Heat file to write.")]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.tc", callback=check_folder, help="Heat file to write.")]
+Page = Annotated[
+    Path | None,
+    typer.Option("--report", "--html", metavar="FILE.html", callback=check_folder, help="Write an HTML page with charts."),
+]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Heat file.")]
 
 
@@ -55,11 +58,10 @@ def profile(
     from thermocline.heat import ProfilerSettings, ProfilingInterrupted, profile_files
     from thermocline.plan.units import read_bytes
 
-    _check_folder(output)
     settings = ProfilerSettings(read_bytes(memory), batch, cards_per_node)
     start = time.perf_counter()
     try:
-        with progress_bar(quiet) as progress, _asked_to_stop() as stop:
+        with progress_bar(quiet) as progress, stop_on_interrupt() as stop:
             heat = profile_files(logs, _names(columns), settings=settings, output=output, report=progress, stop=stop)
     except ProfilingInterrupted as kept:
         print(f"thermocline: {kept}", file=sys.stderr)
@@ -79,7 +81,6 @@ def merge(
     from thermocline.heat import HeatProfile
     from thermocline.heat import merge as merge_profiles
 
-    _check_folder(output)
     heat = merge_profiles([HeatProfile.load(part) for part in parts])
     heat.save(output)
     _hand_out(heat, json, quiet, f"{output}: {len(parts)} {'part' if len(parts) == 1 else 'parts'}")
@@ -88,9 +89,7 @@ def merge(
 @app.command(epilog="Example:  thermocline heat show heat.tc --html heat.html")
 def show(
     file: File,
-    html: Annotated[
-        Path | None, typer.Option("--report", "--html", metavar="FILE.html", help="Write an HTML page with charts.")
-    ] = None,
+    html: Page = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -98,8 +97,6 @@ def show(
     """Show a heat profile."""
     from thermocline.heat import HeatProfile, heat_page
 
-    if html is not None:
-        _check_folder(html, "--report")
     heat = HeatProfile.load(file)
     if html is not None:
         html.write_text(heat_page(heat), encoding="utf-8")
@@ -109,63 +106,43 @@ def show(
 @app.command(epilog="Example:  thermocline heat diff monday.tc tuesday.tc")
 def diff(old: File, new: File, json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
     """Compare two profiles: the change of the hot set, and the lookups lost by keeping the old one."""
-    from rich.table import Table
-
     from thermocline.heat import HeatProfile, compare_profiles
 
     profiles = HeatProfile.load(old), HeatProfile.load(new)
     changes = compare_profiles(*profiles)
     if not changes:
-        raise BadInput(
-            f"'{old}' has the tables {', '.join(profiles[0].tables)}, '{new}' {', '.join(profiles[1].tables)}: none in both",
-            parameter="new",
-        )
-    if json:
-        write_json([vars(change) | {"lost": change.lost} for change in changes], json)
-    if json == "-" or quiet:
+        tables = [", ".join(profile.tables) for profile in profiles]
+        raise BadInput(f"'{old}' has the tables {tables[0]}, '{new}' {tables[1]}: none in both", parameter="new")
+    if not deliver([vars(change) | {"lost": change.lost} for change in changes], json, quiet):
         return
     alone = sorted(set(profiles[0].tables) ^ set(profiles[1].tables))
     caption = "percent of rows and of the new lookups" + (f"; in one profile only: {', '.join(alone)}" if alone else "")
-    table = Table(title=f"From {old} to {new}", caption=caption, title_justify="left", caption_justify="left")
-    for name in ("table", "hottest", "rows", "changed", "new choice", "old choice", "lost"):
-        table.add_column(name, justify="left" if name == "table" else "right")
-    for change in changes:
-        shares = (change.changed, change.best, change.kept, change.lost)
-        table.add_row(change.table, f"{change.part:.0%}", f"{change.rows:,}", *(f"{100 * share:.1f}" for share in shares))
-    console().print(table)
+    heads = ("table", "hottest", "rows", "changed", "new choice", "old choice", "lost")
+    shares = [[f"{100 * share:.1f}" for share in (each.changed, each.best, each.kept, each.lost)] for each in changes]
+    rows = [(each.table, f"{each.part:.0%}", f"{each.rows:,}", *own) for each, own in zip(changes, shares, strict=True)]
+    console().print(table(heads, rows, ("table",), title=f"From {old} to {new}", caption=caption, **_LINED))
 
 
 def _hand_out(heat: HeatProfile, json: str | None, quiet: bool, title: str) -> None:
-    from thermocline.heat.show import numbers
+    from thermocline.heat.show import PARTS, length, numbers, small_curve
 
-    if json:
-        write_json(numbers(heat), json)
-    if json != "-" and not quiet:
-        console().print(_table(heat, title))
-
-
-def _table(heat: HeatProfile, title: str) -> RichTable:
-    from rich.table import Table
-
-    from thermocline.heat.show import PARTS, length, small_curve
-
+    if not deliver(numbers(heat) if json else None, json, quiet):
+        return
     sizes = list(dict.fromkeys(size for each in heat.tables.values() for size in each.repeats))
-    caption = f"hottest, repeats, kept: percent of lookups; curve: from 0.001% of the rows to all; {heat.source}"
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("table")
     hottest = [f"hottest\n{100 * part:g}%" for part in PARTS]
     repeats = [f"repeats\nin {size:,}" for size in sizes]
-    for name in ("lookups", "missing", "distinct", "per sample\nmedian, max", *hottest, *repeats, "kept by\n1%", "kept by\n5%"):
-        table.add_column(name, justify="right")
-    table.add_column("curve")
+    counts = ("lookups", "missing", "distinct", "per sample\nmedian, max")
+    rows = []
     for each in heat.tables.values():
         distinct = f"{each.distinct:,}" + ("" if each.exact else f" ±{100 * each.error:.1f}%")
         shares = [each.hottest(part) for part in PARTS] + [each.repeats.get(size) for size in sizes]
         shares += [each.kept.get(part) for part in (0.01, 0.05)]
         cells = ["-" if share is None else f"{100 * share:.1f}" for share in shares]
         lengths = f"{length(each, 0.5)}, {length(each, 1)}"
-        table.add_row(each.name, f"{each.lookups:,}", f"{each.missing:,}", distinct, lengths, *cells, small_curve(each))
-    return table
+        rows.append((each.name, f"{each.lookups:,}", f"{each.missing:,}", distinct, lengths, *cells, small_curve(each)))
+    caption = f"hottest, repeats, kept: percent of lookups; curve: from 0.001% of the rows to all; {heat.source}"
+    heads = ("table", *counts, *hottest, *repeats, "kept by\n1%", "kept by\n5%", "curve")
+    console().print(table(heads, rows, ("table", "curve"), title=title, caption=caption, **_LINED))
 
 
 def _names(columns: str) -> list[str]:
@@ -180,26 +157,3 @@ def _names(columns: str) -> list[str]:
         else:
             names += [f"{ends[1]}{number}" for number in range(int(ends[2]), int(ends[4]) + 1)]
     return names
-
-
-def _check_folder(output: Path, option: str = "--output") -> None:
-    if not output.resolve().parent.is_dir():
-        raise typer.BadParameter(f"the folder of '{output}' does not exist", param_hint=option)
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C requests an end between two chunks; the second ends at once."""
-    asked = False
-
-    def note(number: int, frame: object) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, before)

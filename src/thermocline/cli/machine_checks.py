@@ -1,7 +1,7 @@
 """The checks of `thermocline doctor`, one function each.
 
-A check changes nothing. It returns a `Finding`: `ok`; `warn` if things run slower or not on every GPU; `broken` if something
-will fail. Every finding that is not ok has the command that fixes it.
+A check changes nothing. Its `Finding` is `ok`; `warn` if things run slower or not on every GPU; `broken` if something will
+fail. Every finding that is not ok has the command that fixes it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -42,17 +43,10 @@ class Finding:
     found: str
     fix: str = ""
 
-    def as_json(self) -> dict[str, str]:
-        """The finding as a JSON object."""
-        return {"name": self.name, "state": self.state, "found": self.found, "mend": self.fix}
-
 
 def examine() -> list[Finding]:
     """Run every check."""
     return [check() for check in CHECKS]
-
-
-# -- software --
 
 
 def check_python() -> Finding:
@@ -61,16 +55,6 @@ def check_python() -> Finding:
     if sys.version_info < MIN_PYTHON:
         return Finding("Python", "broken", found, "sudo apt install python3 python3-venv")
     return Finding("Python", "ok", found)
-
-
-def check_torch() -> Finding:
-    """torch loads and is recent enough."""
-    return _check_module("torch", "torch", MIN_TORCH)
-
-
-def check_numba() -> Finding:
-    """Numba loads; it refuses versions of NumPy newer than its own."""
-    return _check_module("Numba", "numba", (0, 0))
 
 
 def check_triton() -> Finding:
@@ -110,17 +94,9 @@ def _check_module(name: str, module: str, minimum: tuple[int, int]) -> Finding:
         version = metadata.version(module)
     except Exception as error:  # a broken installation fails in many ways
         return Finding(name, "broken", f"{type(error).__name__}: {_first_line(str(error))}", fix)
-    if _version(version) < minimum:
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < minimum:
         return Finding(name, "broken", f"{version}, older than {wanted}", fix)
     return Finding(name, "ok", version)
-
-
-# -- GPUs --
-
-
-def check_driver() -> Finding:
-    """The NVIDIA driver, if there is one."""
-    return Finding("NVIDIA driver", "ok", _driver_version() or "none")
 
 
 def check_cuda() -> Finding:
@@ -181,9 +157,6 @@ def _torch() -> ModuleType | None:
         return None
 
 
-# -- machine --
-
-
 def check_locked_memory() -> Finding:
     """Limit of pinned memory, which network adapters need for direct transfers."""
     limit, highest = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -192,11 +165,12 @@ def check_locked_memory() -> Finding:
     if not _has_gpu():
         return Finding("locked memory", "ok", f"{_size(limit)}; enough without a GPU")
     if highest == resource.RLIM_INFINITY:
-        return Finding("locked memory", "warn", f"limited to {_size(limit)}", "ulimit -l unlimited")
-    if _in_container():
-        return Finding("locked memory", "warn", f"limited to {_size(limit)}", "docker run --ulimit memlock=-1 ...")
-    for_good = "echo '* - memlock unlimited' | sudo tee /etc/security/limits.d/memlock.conf   (then log in again)"
-    return Finding("locked memory", "warn", f"limited to {_size(limit)}", for_good)
+        fix = "ulimit -l unlimited"
+    elif _in_container():
+        fix = "docker run --ulimit memlock=-1 ..."
+    else:
+        fix = "echo '* - memlock unlimited' | sudo tee /etc/security/limits.d/memlock.conf   (then log in again)"
+    return Finding("locked memory", "warn", f"limited to {_size(limit)}", fix)
 
 
 def check_shared_memory() -> Finding:
@@ -217,8 +191,9 @@ def check_shared_memory() -> Finding:
 def check_cores() -> Finding:
     """Cores of this process, and whether the container grants less CPU time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    granted = _cgroup_cores()
-    if granted is not None and granted < cores:
+    quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "max").partition(" ")
+    granted = cores if quota.strip() == "max" else int(quota) / int(period)
+    if granted < cores:
         found = f"{cores}, but this container is granted the time of {granted:g}"
         return Finding("cores", "warn", found, f"export OMP_NUM_THREADS={max(1, int(granted))}")
     return Finding("cores", "ok", str(cores))
@@ -226,9 +201,13 @@ def check_cores() -> Finding:
 
 def check_free_memory() -> Finding:
     """Memory available for tables."""
-    free = _free_memory()
-    if free is None:
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
+    if not available:
         return Finding("free memory", "ok", "unknown on this system")
+    free = int(available.group(1)) * 1024
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    if limit and used and limit.strip() != "max":
+        free = min(free, int(limit) - int(used))
     if free < MIN_FREE_MEMORY:
         return Finding("free memory", "warn", _size(free), "ps -eo rss,pid,comm --sort=-rss | head")
     return Finding("free memory", "ok", _size(free))
@@ -238,29 +217,11 @@ def _in_container() -> bool:
     return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
 
 
-def _cgroup_cores() -> float | None:
-    words = (_read("/sys/fs/cgroup/cpu.max") or "max").split()
-    return None if words[0] == "max" else int(words[0]) / int(words[1])
-
-
-def _free_memory() -> int | None:
-    available = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
-    if not available:
-        return None
-    free = int(available.group(1)) * 1024
-    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
-    if limit and used and limit.strip() != "max":
-        free = min(free, int(limit) - int(used))
-    return free
-
-
-# -- cache folders --
-
-
 def check_cpu_cache() -> Finding:
     """Folder of compiled CPU kernels; without one every process compiles them again."""
     configured = os.environ.get("THERMOCLINE_CACHE")
-    folders = [*([Path(configured)] if configured else []), _user_cache() / "thermocline"]
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folders = [*([Path(configured)] if configured else []), user_cache / "thermocline"]
     return _check_cache("CPU kernels", folders, 'export THERMOCLINE_CACHE="$(mktemp -d)"')
 
 
@@ -285,13 +246,6 @@ def _can_write(folder: Path) -> bool:
     return nearest is not None and nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
-# -- helpers --
-
-
 def _read(path: str) -> str | None:
     try:
         return Path(path).read_text()
@@ -303,22 +257,18 @@ def _size(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
-
-
 def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     check_python,
-    check_torch,
-    check_driver,
+    partial(_check_module, "torch", "torch", MIN_TORCH),
+    lambda: Finding("NVIDIA driver", "ok", _driver_version() or "none"),
     check_cuda,
     check_triton,
     check_nccl,
-    check_numba,
+    partial(_check_module, "Numba", "numba", (0, 0)),  # it refuses versions of NumPy newer than its own
     check_serving,
     check_locked_memory,
     check_shared_memory,

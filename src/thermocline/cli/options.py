@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
-
-class DeviceName(str, Enum):
-    """Device of the kernels."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
+DeviceName = Literal["cpu", "cuda"]
 T = TypeVar("T", str, Path)
 
 

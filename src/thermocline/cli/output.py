@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 # Called with the steps done, the total number of steps, and a description of the current step.
@@ -31,6 +34,40 @@ def write_json(result: object, target: str) -> None:
         sys.stdout.write(text)
     else:
         Path(target).write_text(text, encoding="utf-8")
+
+
+def deliver(result: object, json: str | None, quiet: bool) -> bool:
+    """Write a result as JSON if that is asked for. Returns whether to print text."""
+    if json:
+        write_json(result, json)
+    return json != "-" and not quiet
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = (), **options: Any) -> Table:
+    """A table whose columns are aligned to the right, except for `left`."""
+    drawn = Table(**{"box": None, "pad_edge": False, **options})
+    for head in heads:
+        drawn.add_column(head, justify="left" if head in left else "right")
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C requests a stop after the current step; the second interrupts at once."""
+    requested = False
+
+    def request(*_: object) -> None:
+        nonlocal requested
+        requested = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, request)
+    try:
+        yield lambda: requested
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

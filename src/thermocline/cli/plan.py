@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from thermocline.errors import BadInput
 
-from .options import Debug, Json, Quiet
-from .output import console, progress_bar, write_json
+from .options import Debug, Json, Page, Quiet, check_folder
+from .output import console, deliver, progress_bar
 
 if TYPE_CHECKING:
-    from thermocline.plan import TablesConfig
+    from thermocline.plan import Plan, TablesConfig
     from thermocline.plan.cost.heat_input import HeatInput
 
 app = typer.Typer(
@@ -24,21 +23,6 @@ app = typer.Typer(
 )
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (plan.json).")]
-Html = Annotated[Path | None, typer.Option("--report", metavar="FILE.html", help="Write an HTML page of the plan.")]
-
-
-class GoalName(str, Enum):
-    """The goal of a plan."""
-
-    train = "train"
-    serve = "serve"
-
-
-class WireName(str, Enum):
-    """The precision of gradients on the wire."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
 
 
 @app.command(
@@ -48,7 +32,9 @@ class WireName(str, Enum):
 def make(
     tables: Annotated[Path, typer.Option("--tables", metavar="FILE", help="Tables file.")],
     topology: Annotated[str, typer.Option("--topology", metavar="FILE", help="Topology file or preset.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="PLAN", help="Plan file to write (plan.json).")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PLAN", callback=check_folder, help="Plan file to write (plan.json).")
+    ],
     heat: Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="Heat file, written by heat profile.")] = None,
     zipf: Annotated[float | None, typer.Option("--zipf", help="Exponent of Zipf's law, in place of a heat file.")] = None,
     nodes: Annotated[
@@ -57,13 +43,15 @@ def make(
     budget: Annotated[
         str | None, typer.Option("--budget", help="GPU memory for tables, such as 40GiB.", show_default="all")
     ] = None,
-    goal: Annotated[GoalName, typer.Option("--goal", help="Optimize training steps or serving requests.")] = GoalName.train,
-    gradients: Annotated[WireName, typer.Option("--gradients", help="Precision of gradients on the wire.")] = WireName.fp32,
+    goal: Annotated[Literal["train", "serve"], typer.Option("--goal", help="Optimize training or serving.")] = "train",
+    gradients: Annotated[
+        Literal["fp32", "bf16"], typer.Option("--gradients", help="Precision of gradients on the wire.")
+    ] = "fp32",
     prune: Annotated[int | None, typer.Option("--prune", min=0, help="Drop the rows of ids seen at most this often.")] = None,
     hash: Annotated[str | None, typer.Option("--hash", help="Bytes of all rows after hashing by heat: 0.125, 20GiB.")] = None,
     unify: Annotated[int | None, typer.Option("--unify", min=1, help="Join tables of at most this many rows.")] = None,
     shuffled: Annotated[bool, typer.Option("--shuffled", help="Samples are trained in random order.")] = False,
-    report: Html = None,
+    report: Page = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -72,25 +60,26 @@ def make(
 
     --prune, --hash and --unify change what a model learns. Without them, the plan reports what each would save.
     """
-    from thermocline.plan import TablesConfig, Topology, explain, make_plan, plan_page
-    from thermocline.plan.report.explain import as_json
+    from thermocline.plan import TablesConfig, Topology, make_plan
 
-    for target in (output, report):
-        if target is not None and not target.resolve().parent.is_dir():
-            raise BadInput(f"the folder of '{target}' does not exist; create it first", path=str(target))
     with progress_bar(quiet) as progress:
         progress(0, 2, "reading heat")
         given = TablesConfig.load(tables)
         known = _heat(given, heat, zipf)
         cluster = Topology.load(topology, nodes)
         progress(1, 2, "planning")
-        plan = make_plan(given, known, cluster, budget, goal.value, gradients.value, shuffled, prune, hash, unify)
+        plan = make_plan(given, known, cluster, budget, goal, gradients, shuffled, prune, hash, unify)
     plan.save(output)
+    _hand_out(plan, report, json, quiet)
+
+
+def _hand_out(plan: Plan, report: Path | None, json: str | None, quiet: bool) -> None:
+    from thermocline.plan import explain, plan_page
+    from thermocline.plan.report.explain import as_json
+
     if report is not None:
         report.write_text(plan_page(plan), encoding="utf-8")
-    if json:
-        write_json(as_json(plan), json)
-    if json != "-" and not quiet:
+    if deliver(as_json(plan) if json else None, json, quiet):
         console().print(explain(plan), markup=False, soft_wrap=True, end="")
 
 
@@ -99,9 +88,8 @@ def _heat(tables: TablesConfig, heat: Path | None, zipf: float | None) -> HeatIn
     from thermocline.heat import Curve, HeatProfile
 
     if (heat is None) == (zipf is None):
-        raise BadInput(
-            "give either --heat FILE.tc (from `thermocline heat profile`) or, without a log, --zipf 1.05", parameter="heat"
-        )
+        words = "give either --heat FILE.tc (from `thermocline heat profile`) or, without a log, --zipf 1.05"
+        raise BadInput(words, parameter="heat")
     if heat is not None:
         return HeatProfile.load(heat)
     assert zipf is not None
@@ -111,22 +99,15 @@ def _heat(tables: TablesConfig, heat: Path | None, zipf: float | None) -> HeatIn
 @app.command(epilog="Example:  thermocline plan show plan.json --report plan.html")
 def show(
     plan: PlanFile,
-    report: Html = None,
+    report: Page = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Explain a plan: the choice for each table, its runner-up, the limiting constraint, the value of more hardware."""
-    from thermocline.plan import Plan, explain, plan_page
-    from thermocline.plan.report.explain import as_json
+    from thermocline.plan import Plan
 
-    found = Plan.load(plan)
-    if report is not None:
-        report.write_text(plan_page(found), encoding="utf-8")
-    if json:
-        write_json(as_json(found), json)
-    if json != "-" and not quiet:
-        console().print(explain(found), markup=False, soft_wrap=True, end="")
+    _hand_out(Plan.load(plan), report, json, quiet)
 
 
 @app.command(epilog="Example:  thermocline plan check plan.json run.json")
@@ -141,9 +122,7 @@ def check(
     from thermocline.plan import MeasuredRun, Plan, check_run
 
     compared = check_run(Plan.load(plan), MeasuredRun.load(run))
-    if json:
-        write_json(compared.to_json(), json)
-    if json != "-" and not (quiet and compared.ok):
+    if deliver(compared.to_json(), json, quiet and compared.ok):
         console().print(str(compared), markup=False, soft_wrap=True)
     if not compared.ok:
         raise typer.Exit(1)

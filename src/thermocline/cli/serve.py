@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import json as encoding
 import os
+import ssl
 import sys
 from contextlib import ExitStack
-from enum import Enum
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.error import HTTPError, URLError
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import typer
+from rich import box
+from rich.markup import escape
 
 from thermocline.errors import BadInput
 
-from .options import Debug, DeviceName, Json, Quiet
-from .output import at_work, console, progress_bar, write_json
+from .options import Debug, DeviceName, Json, Page, Quiet
+from .output import at_work, console, deliver, progress_bar, table
 
 if TYPE_CHECKING:
     from thermocline.serve.server.config import Credentials, ServerConfig
@@ -29,13 +35,8 @@ app = typer.Typer(
 )
 
 
-class SplitName(str, Enum):
-    """How rows are split over shards."""
-
-    hash = "hash"
-    range = "range"
-    feature = "feature"
-    plan = "plan"
+SplitName = Literal["hash", "range", "feature", "plan"]
+STATUS_SECONDS = 20.0  # to wait for the reply of a server
 
 
 def _renamed(value: str | None) -> None:
@@ -70,10 +71,10 @@ TlsKey = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="
 def run(
     folder: Folder,
     shards: Count = 4,
-    split: Split = SplitName.hash,
+    split: Split = "hash",
     plan: PlanFile = None,
     heat: HeatFile = None,
-    device: On = DeviceName.cpu,
+    device: On = "cpu",
     host: Host = "127.0.0.1",
     http_port: HttpPort = 8000,
     grpc_port: GrpcPort = 8001,
@@ -138,9 +139,7 @@ def _exit(done: bool) -> None:
 
 def _announce(server: InferenceServer, config: ServerConfig, json: str | None, quiet: bool) -> None:
     host, http, grpc = config.host, server.http_port, server.grpc_port
-    if json:
-        write_json({"host": host, "http_port": http, "grpc_port": grpc, "pid": os.getpid()}, json)
-    if json != "-" and not quiet:
+    if deliver({"host": host, "http_port": http, "grpc_port": grpc, "pid": os.getpid()}, json, quiet):
         scheme = "http" if config.credentials.certificate is None else "https"
         console().print(f"ready: {scheme}://{host}:{http}  grpc {host}:{grpc}", markup=False)
 
@@ -161,10 +160,10 @@ def _runs_shard_host() -> bool:
 def inspect(
     folder: Checkpoint,
     shards: Count = 4,
-    split: Split = SplitName.hash,
+    split: Split = "hash",
     plan: PlanFile = None,
     heat: HeatFile = None,
-    device: On = DeviceName.cpu,
+    device: On = "cpu",
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -175,36 +174,29 @@ def inspect(
 
     with at_work(quiet, f"reading {folder}"):
         found = describe(_shard_config(shards, split, plan, heat, device).layout(folder))
-    if json:
-        write_json(found, json)
-    if json != "-" and not quiet:
+    if deliver(found, json, quiet):
         _print(found)
 
 
 def _print(found: Any) -> None:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
     from thermocline.report.numbers import count, size
 
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("table", "rows", "dim", "split", "copied", *(f"shard {shard}" for shard in range(found["cards"]))):
-        drawn.add_column(name, justify="left" if name in ("table", "split") else "right")
+    rows = []
     for each in found["tables"]:
         numbers = (str(count(rows)) for rows in each["places_of_card"])
         copied = str(count(each["copied_rows"]))
-        drawn.add_row(escape(each["table"]), str(count(each["rows"])), str(each["dim"]), each["split"], copied, *numbers)
-    drawn.add_row("bytes", "", "", "", "", *(str(size(bytes)) for bytes in found["bytes_of_card"]))
-    console().print(drawn)
+        rows.append((escape(each["table"]), str(count(each["rows"])), str(each["dim"]), each["split"], copied, *numbers))
+    rows.append(("bytes", "", "", "", "", *(str(size(bytes)) for bytes in found["bytes_of_card"])))
+    heads = ("table", "rows", "dim", "split", "copied", *(f"shard {shard}" for shard in range(found["cards"])))
+    console().print(table(heads, rows, ("table", "split"), box=box.SIMPLE_HEAD))
 
 
 def _shard_config(count: int, split: SplitName, plan: Path | None, heat: Path | None, device: DeviceName) -> ShardConfig:
     from thermocline.serve.server.model_loader import ShardConfig
 
-    if (split is SplitName.plan) != (plan is not None):
+    if (split == "plan") != (plan is not None):
         raise BadInput("--split plan needs --plan PLAN, and --plan is for --split plan only", parameter="--plan")
-    return ShardConfig(count, split.value, plan, heat, device.value)
+    return ShardConfig(count, split, plan, heat, device)
 
 
 def _credentials(token_file: Path | None, certificate: Path | None, key: Path | None) -> Credentials:
@@ -216,3 +208,65 @@ def _credentials(token_file: Path | None, certificate: Path | None, key: Path | 
     if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
         raise BadInput(f"'{token_file}' must hold the token: one word of printable ASCII", path=token_file)
     return Credentials(token, certificate, key)
+
+
+@app.command(epilog="Example:  thermocline serve status http://127.0.0.1:8000 --report serving.html")
+def status(
+    address: Annotated[str, typer.Argument(metavar="URL", help="HTTP address of a running server.")],
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", metavar="FILE", help="File with the bearer token of the server.")
+    ] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option("--tls-ca", metavar="FILE", help="Certificate (PEM) of an https server.")
+    ] = None,
+    report: Page = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Show load, latency and shards of a running server. The exit code is 1 unless all models and shards are ready."""
+    from thermocline.report.numbers import count, seconds, size
+
+    url = (address if "://" in address else f"http://{address}").rstrip("/")
+    with at_work(quiet, f"reading {url}"):
+        found = _fetch(url, token_file, tls_ca)
+    if report:
+        from thermocline.serve.server.status_page import status_report  # deferred: draws charts
+
+        report.write_text(status_report(found, url, f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"), encoding="utf-8")
+    ready = found["state"] == "ready"
+    if deliver({name: value for name, value in found.items() if name != "html"}, json, quiet and ready):
+        rate = f"{count(round(found['requests_per_second']))} requests a second"
+        latency = f"p50 {seconds(found['p50'])}, p99 {seconds(found['p99'])}"
+        console().print(f"{found['state']}: {rate}, {latency}, {found['refused']:,} failed", markup=False)
+        rows = []
+        for model in found["models"]:
+            for shard in model["cards"]:
+                state = "ready" if shard["ready"] else "[bold red]down[/]"
+                numbers = str(size(shard["bytes"])), str(count(shard["lookups"])), f"{model['imbalance']:.3f}"
+                rows.append((escape(model["name"]), escape(model["version"]), f"shard {shard['number']}", state, *numbers))
+        heads = ("model", "version", "shard", "state", "rows", "lookups", "imbalance")
+        console().print(table(heads, rows, heads[:4], box=box.SIMPLE_HEAD))
+    if not ready:
+        raise typer.Exit(1)
+
+
+def _fetch(url: str, token_file: Path | None, tls_ca: Path | None) -> dict[str, Any]:
+    headers = {} if token_file is None else {"Authorization": f"Bearer {token_file.read_text(encoding='utf-8').strip()}"}
+    trusted = HTTPSHandler(context=ssl.create_default_context(cafile=None if tls_ca is None else str(tls_ca)))
+    opener = build_opener(ProxyHandler({}), trusted)  # proxies of the environment do not apply
+    try:
+        with opener.open(Request(f"{url}/status.json", headers=headers), timeout=STATUS_SECONDS) as answer:
+            found: Any = encoding.load(answer)
+    except HTTPError as error:
+        way_out = "; give --token-file" if error.code == 401 else ""
+        raise BadInput(f"{url} returned {error.code} {error.reason}{way_out}", parameter="URL", value=error.code) from None
+    except (URLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        way_out = "is it the HTTP address of a `thermocline serve run`?"
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            way_out = "give the server's certificate: --tls-ca FILE"
+        raise BadInput(f"{url} has no status: {reason}; {way_out}", parameter="URL") from None
+    if not isinstance(found, dict) or "rates" not in found:
+        raise BadInput(f"{url}/status.json is not the status of a thermocline server of this version", parameter="URL")
+    return dict(found)

@@ -10,7 +10,7 @@ import typer
 from thermocline.errors import BadInput
 
 from .options import Debug, Json, Quiet
-from .output import console, progress_bar, write_json
+from .output import console, deliver, progress_bar
 
 if TYPE_CHECKING:
     from thermocline.distributed import Simulation, SimulationLog
@@ -55,9 +55,7 @@ def simulate(
     from thermocline.distributed import simulate as count
 
     found = count(given, profile, read.steps(given, steps))
-    if json:
-        write_json(found.to_json() | {"rounds": read.rounds(given, steps)}, json)
-    if json != "-" and not quiet:
+    if deliver(found.to_json() | {"rounds": read.rounds(given, steps)}, json, quiet):
         lines = [*_lines(found, read.rounds(given, steps)), *_notes(given, read.taken / (steps * given.topology.world_size))]
         console().print("\n".join(lines), markup=False, soft_wrap=True)
 
@@ -87,19 +85,14 @@ def _scale(
         points = scale(plan, heat, log, most, steps, progress)
     if report is not None:
         report.write_text(scale_page(plan, points, ", ".join(file.path.name for file in log.files)), encoding="utf-8")
-    if json:
-        write_json({"batch": plan.batch, "steps": steps, "points": points}, json)
-    if json != "-" and not quiet:
+    if deliver({"batch": plan.batch, "steps": steps, "points": points}, json, quiet):
         heads = f"{'ranks':>6} {'node':>10} {'cluster':>10} {'exposed':>10} {'step':>10}   per rank and step"
         console().print(heads, markup=False)
         for each in points:
-            words = each.get("refused") or " ".join(
-                f"{word:>10}"
-                for word in (
-                    *(show_bytes(each["bytes"][link]) for link in ("node", "cluster")),
-                    *(show_seconds(each[part]) for part in ("exposed", "step")),
-                )
-            )
+            words = each.get("refused")
+            if not words:
+                sent, times = (show_bytes(each["bytes"][link]) for link in ("node", "cluster")), ("exposed", "step")
+                words = " ".join(f"{word:>10}" for word in (*sent, *(show_seconds(each[part]) for part in times)))
             console().print(f"{each['cards']:>6} {words}", markup=False, soft_wrap=True)
 
 

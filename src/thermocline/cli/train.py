@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from thermocline.errors import BadInput
 
-from .options import Debug, Device, DeviceName, Json, Page, Quiet
-from .output import console, progress_bar, write_json
+from .options import Debug, Device, Json, Page, Quiet
+from .output import console, deliver, progress_bar, stop_on_interrupt, table
 
 if TYPE_CHECKING:
     from thermocline.train import DLRMResult, DLRMRun, SequenceResult, SequenceRun
@@ -113,10 +109,10 @@ def dlrm(
     settings = DLRMSettings(
         data=data, test=test, samples=samples, rows=rows, hashed=hashed, precision=precision or "int8", budget=budget,
         cache=_CACHE if cache is None and precision != "auto" else cache or 0.0, policy=policy, residency=residency,
-        dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=_name(device),
+        dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=device or "cpu",
     )  # fmt: skip
     with init_ranks(plan, heat, settings.device) as ranks:
-        _finish(DLRMRun(settings, checkpoint, ranks=ranks), logdir, TrainOutputs(run, report, json, quiet))
+        _finish(DLRMRun(settings, checkpoint, ranks=ranks), logdir, run, report, json, quiet)
 
 
 @app.command(epilog="Example:  thermocline train sequence --data log.parquet --precision int8 --checkpoint run1")
@@ -164,19 +160,15 @@ def sequence(
     settings = SequenceSettings(
         data=data, users=users, items=items, hashed=hashed, precision=precision or "int8",
         cache=_CACHE if cache is None else cache, policy=policy, dim=dim, length=length, blocks=blocks, heads=heads,
-        negatives=negatives, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=_name(device),
+        negatives=negatives, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=device or "cpu",
     )  # fmt: skip
     with init_ranks(plan, heat, settings.device) as ranks:
-        _finish(SequenceRun(settings, checkpoint, ranks=ranks), logdir, TrainOutputs(run, report, json, quiet))
+        _finish(SequenceRun(settings, checkpoint, ranks=ranks), logdir, run, report, json, quiet)
 
 
 def _passive_openmp() -> None:
     """Let idle OpenMP threads sleep: spinning threads slowed `dlrm` from 14 s to 89 s on two shared cores. torch reads this."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def _name(device: DeviceName | None) -> str:
-    return device.value if device else "cpu"
 
 
 def _check_planned(plan: Path | None, run: Path | None, **chosen: object) -> None:
@@ -187,31 +179,20 @@ def _check_planned(plan: Path | None, run: Path | None, **chosen: object) -> Non
         return
     for name, value in chosen.items():
         if value is not None:
-            raise BadInput(
-                f"--{name} is {value}, but --plan decides it; omit --{name}, or plan with it",
-                parameter=name,
-                value=value,
-            )
+            words = f"--{name} is {value}, but --plan decides it; omit --{name}, or plan with it"
+            raise BadInput(words, parameter=name, value=value)
 
 
-@dataclass(frozen=True)
-class TrainOutputs:
-    """Where results go."""
-
-    run: Path | None
-    report: Path | None
-    json: str | None
-    quiet: bool
-
-
-def _finish(training: DLRMRun | SequenceRun, logdir: Path | None, outputs: TrainOutputs) -> None:
+def _finish(
+    training: DLRMRun | SequenceRun, logdir: Path | None, run: Path | None, report: Path | None, json: str | None, quiet: bool
+) -> None:
     """Train to the end; the first rank prints and writes the results."""
     from thermocline.train.loop import TrainingInterrupted
     from thermocline.train.report_page import train_page
 
     ranks = training.ranks
     try:
-        with progress_bar(outputs.quiet or not ranks.first) as progress, _stop_on_interrupt() as stop:
+        with progress_bar(quiet or not ranks.first) as progress, stop_on_interrupt() as stop:
             result = training.finish(progress, stop, logdir)
     except TrainingInterrupted as interrupted:
         if ranks.first:
@@ -220,15 +201,13 @@ def _finish(training: DLRMRun | SequenceRun, logdir: Path | None, outputs: Train
     if not ranks.first:
         return
     settings, found, at = _as_json(asdict(training.settings)), asdict(result), training.position
-    if outputs.run is not None and training.run_json is not None:
-        training.run_json.save(outputs.run)
-    if outputs.report is not None:
+    if run is not None and training.run_json is not None:
+        training.run_json.save(run)
+    if report is not None:
         model = "DLRM" if "auc" in found else "sequence model"
         page = train_page(model, settings, found, at.curve, at.measured, ranks.size)
-        outputs.report.write_text(page, encoding="utf-8")
-    if outputs.json:
-        write_json({"settings": settings, "cards": ranks.size, **_as_json(found)}, outputs.json)
-    if outputs.json != "-":
+        report.write_text(page, encoding="utf-8")
+    if deliver({"settings": settings, "cards": ranks.size, **_as_json(found)}, json, False):
         _print(result, ranks.size)
 
 
@@ -241,30 +220,10 @@ def _as_json(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-@contextmanager
-def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C requests a stop after the current step; the second interrupts at once."""
-    requested = False
-
-    def request(*_: object) -> None:
-        nonlocal requested
-        requested = True
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, request)
-    try:
-        yield lambda: requested
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _print(result: DLRMResult | SequenceResult, ranks: int) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for field, name in _MEASURES.items():
-        if hasattr(result, field):
-            table.add_row(name, f"{getattr(result, field):.4f}")
+    rows = [(name, f"{getattr(result, field):.4f}") for field, name in _MEASURES.items() if hasattr(result, field)]
     parts = ", ".join(f"{part} {count:,}" for part, count in result.memory.items())
     where = "" if ranks == 1 else f" on the first of {ranks} ranks"
-    table.add_row("tables", f"{result.rows:,} rows, {sum(result.memory.values()):,} bytes{where} ({parts})")
-    table.add_row("time", f"{result.seconds:.1f} s for {result.samples:,} samples")
-    console().print(table)
+    rows.append(("tables", f"{result.rows:,} rows, {sum(result.memory.values()):,} bytes{where} ({parts})"))
+    rows.append(("time", f"{result.seconds:.1f} s for {result.samples:,} samples"))
+    console().print(table(("", " "), rows, ("", " "), show_header=False))

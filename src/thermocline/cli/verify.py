@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from .options import Debug, Device, Json, Quiet
-from .output import console, progress_bar, write_json
+from .output import console, deliver, progress_bar
 
 EXAMPLE = "Example:  thermocline verify --device cpu"
 
@@ -24,11 +24,9 @@ def verify(device: Device = None, json: Json = None, quiet: Quiet = False, debug
     from thermocline.kernels.verify import run as kernels
 
     with progress_bar(quiet) as progress:
-        checks = kernels.run(device.value if device else None, progress)
+        checks = kernels.run(device, progress)
     failed = sum(check["result"] == "FAILED" for check in checks)
-    if json:
-        write_json({"ok": not failed, "checks": checks}, json)
-    if json != "-":
+    if deliver({"ok": not failed, "checks": checks}, json, False):
         _print(checks, quiet)
     if failed:
         raise typer.Exit(1)
@@ -42,10 +40,5 @@ def _print(checks: Sequence[Check], quiet: bool) -> None:
     out = console()
     if shown:
         out.print(table)
-    out.print(closing_line(checks))
-
-
-def closing_line(checks: Sequence[Check]) -> str:
-    """`N passed, M failed, K skipped`."""
     count = Counter(check["result"] for check in checks)
-    return f"{count['equal'] + count['close']} passed, {count['FAILED']} failed, {count['skipped']} skipped"
+    out.print(f"{count['equal'] + count['close']} passed, {count['FAILED']} failed, {count['skipped']} skipped")

@@ -50,9 +50,8 @@ class ClickFile:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            raise BadInput(
-                f"there is no file '{self.path}'; give a Parquet file or a Criteo TSV (.tsv, .txt, .gz)", path=self.path
-            )
+            message = f"there is no file '{self.path}'; give a Parquet file or a Criteo TSV (.tsv, .txt, .gz)"
+            raise BadInput(message, path=self.path)
         self.parquet = self.path.suffix == ".parquet"
         names = set(parquet_file(self.path).schema_arrow.names) if self.parquet else {"label", *TSV_DENSE, *TSV_IDS}
         self.pairs = {"user", "item", "rating"} <= names
@@ -60,11 +59,8 @@ class ClickFile:
         self.dense_names: tuple[str, ...] = () if self.pairs else _numbered("I", names)
         self.id_names: tuple[str, ...] = ("user", "item") if self.pairs else _numbered("C", names)
         if self.label_name not in names or not self.id_names:
-            raise FormatError(
-                f"'{self.path}' has the columns {sorted(names)}; a click log has label, I1.., C1..",
-                path=self.path,
-                columns=sorted(names),
-            )
+            message = f"'{self.path}' has the columns {sorted(names)}; a click log has label, I1.., C1.."
+            raise FormatError(message, path=self.path, columns=sorted(names))
 
     @cached_property
     def samples(self) -> int:
@@ -156,16 +152,13 @@ def open_log(
     file = ClickFile(path)
     if file.pairs:
         if test is not None or hashed is not None:
-            raise BadInput(
-                f"'{path}' holds pairs, which have a fixed split and vocabulary; omit test and hash", path=Path(path)
-            )
+            message = f"'{path}' holds pairs, which have a fixed split and vocabulary; omit test and hash"
+            raise BadInput(message, path=Path(path))
         return _open_pairs(file, seed, raw)
     other = ClickFile(test) if test is not None else file
     if (other.dense_names, other.id_names) != (file.dense_names, file.id_names):
-        raise BadInput(
-            f"'{path}' and '{test}' have different columns: {len(file.id_names)} and {len(other.id_names)} ids",
-            parameter="test",
-        )
+        message = f"'{path}' and '{test}' have different columns: {len(file.id_names)} and {len(other.id_names)} ids"
+        raise BadInput(message, parameter="test")
     count = file.samples if test is not None else int(file.samples * TRAIN_SHARE)
     ids: IdRows
     if raw:
@@ -219,9 +212,8 @@ def _read_text(path: Path) -> Iterator[pyarrow.RecordBatch]:
             for start in range(0, batch.num_rows, CHUNK):
                 yield batch.slice(start, CHUNK)
     except pyarrow.ArrowInvalid as error:
-        raise FormatError(
-            f"'{path}' is not a Criteo log (label, 13 numbers, 26 categories between tabs): {error}", path=path
-        ) from None
+        message = f"'{path}' is not a Criteo log (label, 13 numbers, 26 categories between tabs): {error}"
+        raise FormatError(message, path=path) from None
 
 
 def _count_lines(path: Path) -> int:

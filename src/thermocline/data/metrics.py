@@ -37,10 +37,8 @@ class Scores:
 
     def add(self, logit_B: Tensor, label_B: Tensor) -> None:
         if logit_B.shape != label_B.shape:
-            raise BadInput(
-                f"logits are {tuple(logit_B.shape)}, labels {tuple(label_B.shape)}; give one logit per sample",
-                parameter="logit_B",
-            )
+            message = f"logits are {tuple(logit_B.shape)}, labels {tuple(label_B.shape)}; give one logit per sample"
+            raise BadInput(message, parameter="logit_B")
         self._logits.append(logit_B.detach().float())
         self._labels.append(label_B.detach() > 0.5)
 

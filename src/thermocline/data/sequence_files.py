@@ -24,9 +24,8 @@ def open_sequences(path: Path | str, **settings: Any) -> SequenceLog:
     """The histories of a file; `settings` are fields of `SequenceLog`."""
     path = Path(path)
     if not path.is_file():
-        raise BadInput(
-            f"there is no file '{path}'; give a Parquet file with the columns user, item and time, or items", path=path
-        )
+        message = f"there is no file '{path}'; give a Parquet file with the columns user, item and time, or items"
+        raise BadInput(message, path=path)
     file = parquet_file(path)
     names = file.schema_arrow.names
     if ITEMS in names:
@@ -57,9 +56,8 @@ def _lists(file: Any, path: Path, settings: dict[str, Any]) -> SequenceLog:
 
     column = file.read(columns=[ITEMS]).column(ITEMS).combine_chunks()
     if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
-        raise FormatError(
-            f"column {ITEMS!r} of '{path}' is {column.type}; a history is a list of integers", path=path, column=ITEMS
-        )
+        message = f"column {ITEMS!r} of '{path}' is {column.type}; a history is a list of integers"
+        raise FormatError(message, path=path, column=ITEMS)
     lengths = np.nan_to_num(column.value_lengths().to_numpy(zero_copy_only=False)).astype(np.int64)  # a null is empty
     items_N = _integers(column.flatten(), ITEMS, path)
     return SequenceLog(items_N, np.concatenate([[0], np.cumsum(lengths)]), column=ITEMS, **settings)
@@ -72,9 +70,6 @@ def _integers(column: Any, name: str, path: Path) -> Ints:
     if pyarrow.types.is_timestamp(kind):
         column = column.cast(pyarrow.int64())
     elif not pyarrow.types.is_integer(kind) or column.null_count:
-        raise FormatError(
-            f"column {name!r} of '{path}' is {kind} with {column.null_count} nulls; it must hold integers without nulls",
-            path=path,
-            column=name,
-        )
+        message = f"column {name!r} of '{path}' is {kind} with {column.null_count} nulls; it must hold integers without nulls"
+        raise FormatError(message, path=path, column=name)
     return np.array(column.to_numpy(), np.int64)

@@ -84,10 +84,8 @@ class SyntheticLog:
         if not self.rows or not 1 <= min(self.rows) <= max(self.rows) <= MAX_ROWS:
             raise BadInput(f"tables have {list(self.rows)} rows; use 1 to {MAX_ROWS} for each", parameter="rows")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise BadInput(
-                f"device is {self.device!r}, but torch finds no CUDA device; use cpu, or run: thermocline doctor",
-                parameter="device",
-            )
+            message = f"device is {self.device!r}, but torch finds no CUDA device; use cpu, or run: thermocline doctor"
+            raise BadInput(message, parameter="device")
         if self.samples < 0 or self.first < 0:
             raise BadInput(f"samples is {self.samples}, first is {self.first}; use 0 or more", parameter="samples")
 

@@ -64,10 +64,8 @@ class SyntheticSequences:
 
     def __post_init__(self) -> None:
         if self.users < 1 or not TASTES <= self.items <= MAX_ROWS:
-            raise BadInput(
-                f"{self.users} users and {self.items} items; use 1 user or more and {TASTES} to {MAX_ROWS} items",
-                parameter="items",
-            )
+            message = f"{self.users} users and {self.items} items; use 1 user or more and {TASTES} to {MAX_ROWS} items"
+            raise BadInput(message, parameter="items")
         if not 0 <= self.drift <= 1:
             raise BadInput(f"drift is {self.drift}; use a share of the items, 0 to 1", parameter="drift", value=self.drift)
 

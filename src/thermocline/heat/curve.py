@@ -96,11 +96,8 @@ class Curve:
             lookups: Sum of all lookups.
         """
         if not 0 <= exponent < np.inf:
-            raise BadInput(
-                f"the exponent of Zipf's law is {exponent:g}; give 0 (all rows equal) or more, such as 1.05",
-                parameter="exponent",
-                value=exponent,
-            )
+            message = f"the exponent of Zipf's law is {exponent:g}; give 0 (all rows equal) or more, such as 1.05"
+            raise BadInput(message, parameter="exponent", value=exponent)
         edges_K = edges(rows)
         # The sum over the ranks of a step by the midpoint rule, which is exact to 1e-6 where steps hold many rows.
         heat_K = np.diff(_power_integral(edges_K.astype(np.float64) + 0.5, exponent))

@@ -35,24 +35,19 @@ def save(profile: HeatProfile, path: Path) -> None:
 def load(path: Path) -> HeatProfile:
     arrays, metadata = read_arrays(path, "a heat file; `thermocline heat profile` writes one")
     if _KEY not in metadata:
-        raise FormatError(
-            f"'{path}' is a safetensors file without heat; `thermocline heat profile` writes heat files", path=str(path)
-        )
+        message = f"'{path}' is a safetensors file without heat; `thermocline heat profile` writes heat files"
+        raise FormatError(message, path=str(path))
     try:
         return _read(json.loads(metadata[_KEY]), arrays, path)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise FormatError(
-            f"'{path}' is a damaged heat file ({type(error).__name__}: {error}); profile the log again", path=str(path)
-        ) from None
+        message = f"'{path}' is a damaged heat file ({type(error).__name__}: {error}); profile the log again"
+        raise FormatError(message, path=str(path)) from None
 
 
 def _read(text: Any, arrays: Arrays, path: Path) -> HeatProfile:
     if text["version"] != VERSION:
-        raise FormatError(
-            f"'{path}' is a heat file of version {text['version']}; this thermocline reads version {VERSION}",
-            path=str(path),
-            version=text["version"],
-        )
+        message = f"'{path}' is a heat file of version {text['version']}; this thermocline reads version {VERSION}"
+        raise FormatError(message, path=str(path), version=text["version"])
     tables = {}
     for number, stated in enumerate(text["tables"]):
         kept: Any = {name: arrays[f"{number}.{name}"] for name in _ARRAYS}

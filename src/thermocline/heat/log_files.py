@@ -74,9 +74,8 @@ def profile_files(
             profiler.save(partial, of)
             saved = time.monotonic()
             if stop():
-                raise ProfilingInterrupted(
-                    f"{profiler.done:,} of {total:,} samples are profiled; run the same command again to continue"
-                )
+                message = f"{profiler.done:,} of {total:,} samples are profiled; run the same command again to continue"
+                raise ProfilingInterrupted(message)
         report(profiler.done, total, path.name)
         profiler.add(chunk)
     result = profiler.result(", ".join(str(file.path) for file in files))

@@ -63,9 +63,8 @@ class LogFile:
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
-            raise BadInput(
-                f"there is no file '{self.path}'; give Parquet, CSV with a header, or Criteo's TSV", path=str(self.path)
-            )
+            message = f"there is no file '{self.path}'; give Parquet, CSV with a header, or Criteo's TSV"
+            raise BadInput(message, path=str(self.path))
         if self.path.stat().st_size == 0:
             raise FormatError(f"'{self.path}' is empty", path=str(self.path))
 
@@ -158,11 +157,8 @@ class LogFile:
             offsets = _running(_numpy(array.value_lengths().fill_null(0)).astype(np.int64))
             values = array.flatten()
         if not pyarrow.types.is_integer(values.type):
-            raise FormatError(
-                f"column '{name}' of '{self.path}' is {array.type}; ids are integers or lists of integers",
-                path=str(self.path),
-                column=name,
-            )
+            message = f"column '{name}' of '{self.path}' is {array.type}; ids are integers or lists of integers"
+            raise FormatError(message, path=str(self.path), column=name)
         if values.null_count:
             before_N = _running(_numpy(values.is_valid()).astype(np.int64))
             missing = missing if offsets is None else missing + values.null_count
@@ -181,11 +177,8 @@ class LogFile:
             digits_N8 = _DIGIT[letters[begin : begin + 8 * len(text)]].reshape(-1, 8)
             if (digits_N8 >= 0).all():
                 return np.asarray((digits_N8 << np.arange(28, -1, -4)).sum(1), np.int64)
-        raise FormatError(
-            f"column '{name}' of '{self.path}' has a category that is not a hexadecimal number of at most 8 digits",
-            path=str(self.path),
-            column=name,
-        )
+        message = f"column '{name}' of '{self.path}' has a category that is not a hexadecimal number of at most 8 digits"
+        raise FormatError(message, path=str(self.path), column=name)
 
 
 def open_logs(paths: Sequence[Path | str], columns: Sequence[str]) -> tuple[list[LogFile], list[str]]:
@@ -196,26 +189,18 @@ def open_logs(paths: Sequence[Path | str], columns: Sequence[str]) -> tuple[list
     there = files[0].names
     wanted = list(columns) or [name for i in range(1, len(there) + 1) if (name := f"C{i}") in there]
     if not wanted:
-        raise BadInput(
-            f"'{files[0].path}' has the columns {', '.join(there)}; name the columns of ids (--columns)", parameter="columns"
-        )
+        message = f"'{files[0].path}' has the columns {', '.join(there)}; name the columns of ids (--columns)"
+        raise BadInput(message, parameter="columns")
     if len(set(wanted)) < len(wanted):
         twice = sorted({name for name in wanted if wanted.count(name) > 1})
         raise BadInput(f"columns are named twice: {', '.join(twice)}; name each once", parameter="columns", value=twice)
     for file in files:
         if twice := [name for name in wanted if file.names.count(name) > 1]:
-            raise BadInput(
-                f"'{file.path}' has several columns {', '.join(twice)}; give each its own name",
-                path=str(file.path),
-                value=twice,
-            )
+            message = f"'{file.path}' has several columns {', '.join(twice)}; give each its own name"
+            raise BadInput(message, path=str(file.path), value=twice)
         if missing := [name for name in wanted if name not in file.names]:
-            raise BadInput(
-                f"'{file.path}' has no column {', '.join(missing)}; it has {', '.join(file.names)}",
-                parameter="columns",
-                path=str(file.path),
-                value=missing,
-            )
+            message = f"'{file.path}' has no column {', '.join(missing)}; it has {', '.join(file.names)}"
+            raise BadInput(message, parameter="columns", path=str(file.path), value=missing)
     return files, wanted
 
 

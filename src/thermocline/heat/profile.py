@@ -201,10 +201,8 @@ def merge(parts: Sequence[HeatProfile]) -> HeatProfile:
     names = list(parts[0].tables)
     for part in parts[1:]:
         if set(part.tables) != set(names):
-            raise BadInput(
-                f"one part has the tables {', '.join(names)}, another {', '.join(part.tables)}; profile the same columns",
-                parameter="parts",
-            )
+            message = f"one part has the tables {', '.join(names)}, another {', '.join(part.tables)}; profile the same columns"
+            raise BadInput(message, parameter="parts")
     source = " + ".join(dict.fromkeys(part.source for part in parts if part.source))
     return HeatProfile({name: merge_tables([part.tables[name] for part in parts]) for name in names}, source)
 

@@ -51,10 +51,8 @@ class ProfilerSettings:
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.cards_per_node < 1:
-            raise BadInput(
-                f"batch is {self.batch} and cards_per_node {self.cards_per_node}; both are at least 1",
-                parameter="batch" if self.batch < 1 else "cards_per_node",
-            )
+            message = f"batch is {self.batch} and cards_per_node {self.cards_per_node}; both are at least 1"
+            raise BadInput(message, parameter="batch" if self.batch < 1 else "cards_per_node")
         if self.batch * self.cards_per_node > MOST_SAMPLES:
             raise BadInput(
                 f"batch is {self.batch:,} and cards_per_node {self.cards_per_node:,}: a node would train on "
@@ -90,13 +88,11 @@ class Profiler:
         reading = REST + PAGE * len(tables)
         self.memory = settings.memory - reading  # of counters
         if self.memory < LEAST:
-            raise BadInput(
+            message = (
                 f"memory is {settings.memory >> 20} MiB, and reading {len(tables)} columns takes {reading >> 20} MiB; "
-                f"give at least {(reading + LEAST) >> 20} MiB, or profile fewer columns at once",
-                parameter="memory",
-                needed=reading + LEAST,
-                available=settings.memory,
+                f"give at least {(reading + LEAST) >> 20} MiB, or profile fewer columns at once"
             )
+            raise BadInput(message, parameter="memory", needed=reading + LEAST, available=settings.memory)
         self.slice = SLICE if samples is None else max(1, -(-samples // SLICES))
         self.counters = {name: IdCounter(name, settings.batch, settings.cards_per_node) for name in tables}
         self.done = 0  # samples
@@ -107,10 +103,8 @@ class Profiler:
         samples = {bags.samples for bags in chunk.values()}
         if len(samples) != 1 or chunk.keys() != self.counters.keys():
             counts = ", ".join(f"{name}: {bags.samples}" for name, bags in chunk.items())
-            raise BadInput(
-                f"every batch needs the same tables and samples ({', '.join(self.counters)}); this one has {counts}",
-                parameter="batches",
-            )
+            message = f"every batch needs the same tables and samples ({', '.join(self.counters)}); this one has {counts}"
+            raise BadInput(message, parameter="batches")
         (left,) = samples
         first = 0
         while left:
@@ -209,9 +203,8 @@ def log_ids(name: str, ids: Any) -> LogIds:
         raise BadInput(f"ids of {name!r} are {ids_BN.ndim}-D; give [batch], [batch, n] or (values, offsets)", table=name)
     values_N, offsets = (_integers(name, part) for part in ids[:2])
     if values_N.ndim != 1 or offsets.ndim != 1 or len(offsets) == 0:
-        raise BadInput(
-            f"values and offsets of {name!r} are {values_N.ndim}-D and {offsets.ndim}-D; both have one dimension", table=name
-        )
+        message = f"values and offsets of {name!r} are {values_N.ndim}-D and {offsets.ndim}-D; both have one dimension"
+        raise BadInput(message, table=name)
     if offsets[0] != 0 or offsets[-1] != len(values_N) or (np.diff(offsets) < 0).any():
         raise BadInput(
             f"offsets of {name!r} run from {offsets[0]} to {offsets[-1]}; they rise from 0 to the number of values, "

@@ -10,82 +10,28 @@ Names are imported on first use: `thermocline --help` must not load pydantic.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from thermocline._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .cost.memory import bytes_per_row
     from .estimate import estimate_memory
     from .make import make_plan
     from .model import Plan, TablePlan, Tier
-    from .report.check_run import RunComparison, check_run
     from .report.explain import explain
     from .report.page import plan_page
-    from .run_file import MeasuredRun, fingerprint
+    from .run_file import MeasuredRun, RunComparison, check_run, fingerprint
     from .schema import shipped
     from .solve.row_levers import FeatureColumn, hash_sizes, prune, unify
     from .tables import TableConfig, TablesConfig
     from .topology import GpuSpec, HostSpec, Link, Links, Topology, presets
 
 __all__ = [
-    "FeatureColumn",
-    "GpuSpec",
-    "HostSpec",
-    "Link",
-    "Links",
-    "MeasuredRun",
-    "Plan",
-    "RunComparison",
-    "TableConfig",
-    "TablePlan",
-    "TablesConfig",
-    "Tier",
-    "Topology",
-    "bytes_per_row",
-    "check_run",
-    "estimate_memory",
-    "explain",
-    "fingerprint",
-    "hash_sizes",
-    "make_plan",
-    "plan_page",
-    "presets",
-    "prune",
-    "shipped",
-    "unify",
-]
-
-_HOMES = {
-    "FeatureColumn": "solve.row_levers",
-    "GpuSpec": "topology",
-    "HostSpec": "topology",
-    "Link": "topology",
-    "Links": "topology",
-    "MeasuredRun": "run_file",
-    "Plan": "model",
-    "RunComparison": "report.check_run",
-    "TableConfig": "tables",
-    "TablePlan": "model",
-    "TablesConfig": "tables",
-    "Tier": "model",
-    "Topology": "topology",
-    "bytes_per_row": "cost.memory",
-    "check_run": "report.check_run",
-    "estimate_memory": "estimate",
-    "explain": "report.explain",
-    "fingerprint": "run_file",
-    "hash_sizes": "solve.row_levers",
-    "make_plan": "make",
-    "plan_page": "report.page",
-    "presets": "topology",
-    "prune": "solve.row_levers",
-    "shipped": "schema",
-    "unify": "solve.row_levers",
-}
+    "FeatureColumn", "GpuSpec", "HostSpec", "Link", "Links", "MeasuredRun", "Plan", "RunComparison", "TableConfig", "TablePlan",
+    "TablesConfig", "Tier", "Topology", "bytes_per_row", "check_run", "estimate_memory", "explain", "fingerprint", "hash_sizes",
+    "make_plan", "plan_page", "presets", "prune", "shipped", "unify",
+]  # fmt: skip
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'thermocline.plan' has no attribute {name!r}")
-        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -5,26 +5,18 @@
     block     position // ranks; also the place on the owner
     owner     (position + rotation[block]) % ranks
 
-A bijection alone gives every rank the same number of rows, but the heat of a few thousand warm rows does not average out:
-MovieLens' 3,706 items on 32 ranks are off by 25%, retail's by 30%. Each block of W rows, one per rank, is therefore rotated by
-its own number, one or two bytes for W rows. Rotations are chosen hottest block first, each for the least loaded ranks. The
-imbalance left is that of the coldest blocks: below 2% on every log. Rejected: an explicit owner for each of the warmest rows
-(4 bytes each, on every rank; with a tenth of the rows still 15% off on MovieLens).
-
-A requesting rank serves replicated rows itself, and rows that it requests again in the same step, because only distinct rows
-travel. The weight of a row is therefore the expected number of ranks that request it in a step, not its lookups.
+Rotations are chosen hottest block first. Without them the heat of warm rows does not average out: MovieLens' 3,706 items on 32
+ranks are off by 25%, with them by less than 2%.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from thermocline.errors import BadInput
 
 from .cost.step_cost import Floats
 
@@ -88,7 +80,7 @@ class PlacementInput:
 
 
 def request_probability(counts_H: NDArray[np.int64] | Floats, lookups: float) -> Floats:
-    """The weight of rows with these counts: the chance that a rank with `lookups` per step requests them in a step."""
+    """The weight of rows with these counts: the chance that a rank requests them in a step (only distinct rows travel)."""
     share_H = counts_H / max(float(counts_H.sum()), 1.0)
     return np.asarray(-np.expm1(lookups * np.log1p(-np.minimum(share_H, 1 - 1e-12))), np.float64)
 
@@ -96,10 +88,8 @@ def request_probability(counts_H: NDArray[np.int64] | Floats, lookups: float) ->
 def place(tables: Sequence[PlacementInput], ranks: int) -> tuple[list[Placement], Floats]:
     """A placement for every table, one after the other, each balancing the load of those before; and the load of all ranks."""
     load_R = np.zeros(ranks)
-    placements = []
-    for table in sorted(tables, key=lambda table: -float(table.weights_H[table.copies : table.copies + 1].sum())):
-        placements.append((table, _place_one(table, ranks, load_R)))
-    made = {id(table): placement for table, placement in placements}
+    hottest_first = sorted(tables, key=lambda table: -float(table.weights_H[table.copies : table.copies + 1].sum()))
+    made = {id(table): _place_one(table, ranks, load_R) for table in hottest_first}
     return [made[id(table)] for table in tables], load_R
 
 
@@ -121,8 +111,7 @@ def _place_one(table: PlacementInput, ranks: int, load_R: Floats) -> Placement:
 def choose_rotations(
     position: Rows, weights: Floats, rotations_B: NDArray[np.integer[Any]], ranks: int, load_R: Floats
 ) -> None:
-    """Rotates blocks to balance the ranks, hottest block first: sets `rotations_B` and adds to `load_R`. Blocks that are not
-    among the hottest keep their rotation."""
+    """Rotates the hottest blocks to balance the ranks: sets `rotations_B` and adds to `load_R`."""
     block, column = position // ranks, position % ranks
     order = np.lexsort((-weights, block))
     block, column, weights = block[order], column[order], weights[order]
@@ -142,67 +131,6 @@ def choose_rotations(
         np.add.at(load_R, (column[rows] + rotation) % ranks, weights[rows])
 
 
-def copies_within(tables: Mapping[str, tuple[int, Floats, float]], ranks: int, extra: float) -> dict[str, int]:
-    """The number of rows of each table to replicate: most weight per byte first, while replicas add at most the share `extra`
-    of all bytes. A table is (rows, weights of its rows from the hottest on, bytes of a row)."""
-    total = sum(rows * size for rows, _, size in tables.values())
-    names = list(tables)
-    worth = np.concatenate([tables[name][1] / tables[name][2] for name in names])
-    owner = np.concatenate([np.full(len(tables[name][1]), n) for n, name in enumerate(names)])
-    size = np.array([tables[name][2] for name in names])[owner]
-    order = np.argsort(-worth, kind="stable")
-    taken = order[np.cumsum(size[order]) * (ranks - 1) <= extra * total]
-    counts = np.bincount(owner[taken], minlength=len(names))
-    return {name: int(count) for name, count in zip(names, counts, strict=True)}
-
-
 def imbalance(load_R: Floats) -> float:
     """Maximum over mean."""
     return float(load_R.max() / max(load_R.mean(), 1e-30))
-
-
-def predicted_imbalance(load_R: Floats, lookups: float) -> float:
-    """Maximum over mean of the lookups that ranks serve, with `lookups` of all ranks: lookups that owners do not serve are
-    served by the requesting ranks, evenly."""
-    return imbalance(load_R + max(lookups - float(load_R.sum()), 0.0) / len(load_R))
-
-
-def replay(placements: Sequence[Placement], logs: Sequence[Rows], lookups: Sequence[int], window: int) -> list[float]:
-    """Maximum over mean of the lookups that ranks served in each window of a log.
-
-    Args:
-        placements: One placement per table.
-        logs: One array of rows per table, all of the same time. In a step, every rank takes the next `lookups[t]` rows of
-            table t.
-        lookups: Lookups per rank and step of each table.
-        window: Least lookups per rank in a window of whole steps; the rest at the end is dropped.
-    """
-    ranks = placements[0].ranks
-    if any(placement.ranks != ranks for placement in placements):
-        raise BadInput(
-            f"placements are for {sorted({placement.ranks for placement in placements})} ranks; give one number",
-            parameter="placements",
-        )
-    steps_per_window = max(1, -(-window // sum(lookups)))
-    steps = min(len(log) // (count * ranks) for log, count in zip(logs, lookups, strict=True))
-    found = []
-    for begin in range(0, steps - steps_per_window + 1, steps_per_window):
-        load_R = np.zeros(ranks)
-        for placement, log, count in zip(placements, logs, lookups, strict=True):
-            part = log[begin * count * ranks : (begin + steps_per_window) * count * ranks]
-            load_R += _served(placement, part.reshape(-1, count))
-        found.append(imbalance(load_R))
-    return found
-
-
-def _served(placement: Placement, rows_AN: Rows) -> Floats:
-    """Lookups that each rank serves, of [step and rank, lookups]: owners serve distinct rows without replicas, requesting
-    ranks the rest."""
-    rows_AN = np.sort(rows_AN, axis=1)
-    first = np.ones(rows_AN.shape, bool)
-    first[:, 1:] = rows_AN[:, 1:] != rows_AN[:, :-1]
-    first &= ~placement.has_copies(rows_AN)
-    owner, _ = placement.owner_and_place(rows_AN[first])
-    served_R = np.bincount(owner, minlength=placement.ranks).astype(np.float64)
-    local = (~first).sum(axis=1).reshape(-1, placement.ranks).sum(axis=0)
-    return np.asarray(served_R + local, np.float64)

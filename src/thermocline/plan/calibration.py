@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+import yaml
+
 from .topology import Link, Topology
 from .units import show_rate, show_seconds
 
@@ -33,29 +35,24 @@ def measure_link(exchange: TimedExchange, most: int) -> Link:
 
 def to_yaml(topology: Topology) -> str:
     """A topology as YAML with units, for people to read and edit."""
-    links = {"host": topology.links.host, "node": topology.links.node, "cluster": topology.links.cluster}
-    lines = [
-        "# Measured with all GPUs busy. Bandwidths are per GPU and direction; edit what you know better.",
-        f"version: {topology.version}",
-        *(f"{name}: {_quoted(text)}" for name in ("name", "source", "date") if (text := getattr(topology, name))),
-        f"nodes: {topology.nodes}",
-        f"cards_per_node: {topology.gpus_per_node}",
-        f"card: {{memory: {_bytes(topology.gpu.memory)}, bandwidth: {show_rate(topology.gpu.bandwidth)}}}",
-        *([f"host: {{memory: {_bytes(topology.host.memory)}}}"] if topology.host.memory else []),
-        "links:",
-    ]
-    for name, link in links.items():
-        if link is not None:
-            rate, latency = show_rate(link.bandwidth), show_seconds(link.latency)
-            lines.append(f"  {name}: {{bandwidth: {rate}, latency: {latency}}}")
-    return "\n".join(lines) + "\n"
+    gpu, host, links = topology.gpu, topology.host, topology.links
+    data = {
+        "version": topology.version,
+        **{name: text for name in ("name", "source", "date") if (text := getattr(topology, name))},
+        "nodes": topology.nodes,
+        "cards_per_node": topology.gpus_per_node,
+        "card": {"memory": _bytes(gpu.memory), "bandwidth": show_rate(gpu.bandwidth)},
+        **({"host": {"memory": _bytes(host.memory)}} if host.memory else {}),
+        "links": {
+            name: {"bandwidth": show_rate(link.bandwidth), "latency": show_seconds(link.latency)}
+            for name, link in (("host", links.host), ("node", links.node), ("cluster", links.cluster))
+            if link is not None
+        },
+    }
+    about = "# Measured with all GPUs busy. Bandwidths are per GPU and direction; edit what you know better.\n"
+    return about + yaml.safe_dump(data, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
 def _bytes(count: int) -> str:
     """Rounded down, to stay within free memory."""
     return f"{count // 10**7 / 100:.2f}GB" if count >= 10**9 else f"{count // 10**4 / 100:.2f}MB"
-
-
-def _quoted(text: str) -> str:
-    doubled = text.replace("'", "''")
-    return f"'{doubled}'"

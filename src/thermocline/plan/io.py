@@ -49,9 +49,8 @@ def read_text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(
-            f"{path}: byte {error.start} is not UTF-8 text; a planning file is YAML or JSON", path=str(path)
-        ) from None
+        message = f"{path}: byte {error.start} is not UTF-8 text; a planning file is YAML or JSON"
+        raise FormatError(message, path=str(path)) from None
 
 
 def read_file(kind: type[Model], path: str | Path) -> Model:
@@ -78,9 +77,8 @@ def read_model(
     data = _parse(text, name)
     if not isinstance(data, dict):
         fields = ", ".join(_described_fields(kind))
-        raise FormatError(
-            f"{name}, line 1: the file is {_kind_of(data)}; expected a mapping with the fields {fields}", path=name, line=1
-        )
+        message = f"{name}, line 1: the file is {_kind_of(data)}; expected a mapping with the fields {fields}"
+        raise FormatError(message, path=name, line=1)
     return read_data(kind, data | dict(instead or {}), name, text, doubts)
 
 
@@ -198,12 +196,8 @@ def _refuse_yaml_duplicates(root: yaml.Node, name: str) -> None:
             for key, value in node.value:
                 line = key.start_mark.line + 1
                 if isinstance(key, yaml.ScalarNode) and key.value in lines and key.value != "<<":
-                    raise FormatError(
-                        f"{name}, line {line}, field {key.value}: also given in line {lines[key.value]}; keep one",
-                        path=name,
-                        line=line,
-                        parameter=key.value,
-                    )
+                    message = f"{name}, line {line}, field {key.value}: also given in line {lines[key.value]}; keep one"
+                    raise FormatError(message, path=name, line=line, parameter=key.value)
                 lines[str(key.value)] = line
                 waiting.append(value)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,8 @@ from .cost.memory import RowPrecision, id_bytes, state_bytes
 from .cost.step_cost import Cluster
 from .cost.step_work import FINE_TABLES, TableWork, Workload, rotation_bytes
 from .model import Goal, Lever, Plan, Sensitivity, Suggestion
-from .report.assemble import PlanInputs, assemble
-from .solve.candidates import SPLIT, baseline_plans, replicated_plans, solve
+from .report.assemble import assemble
+from .solve.candidates import SPLIT, baseline_plans, solve
 from .solve.infeasibility import infeasible_error
 from .solve.precisions import choose_precisions, precisions_of, stored_bytes
 from .solve.row_levers import SMALL
@@ -32,6 +31,7 @@ from .units import read_bytes, show_bytes
 
 GOALS, GRADIENTS = ("train", "serve"), ("fp32", "bf16")
 GIB = 1 << 30
+NO_LEVERS = ReductionOptions()
 # Levers whose effect a plan reports if they were not requested.
 SUGGESTED = (
     ("no rows for ids never seen", ReductionOptions(prune=0)),
@@ -84,38 +84,15 @@ def make_plan(
         print(explain(plan))
     """
     options = ReductionOptions(prune, hash, unify)
-    request = _read(tables, heat, topology, budget, goal, gradients, options, shuffled)
+    request = read_request(tables, heat, topology, budget, goal, gradients, options, shuffled)
     problem = Problem.of(request.workload())
     scores, search = solve(problem)
     best = scores[0][1]
     if search is None or best.peak_bytes > request.budget:
-        raise infeasible_error(
-            request.tables, request.topology, problem, request.precisions, request.stats, request.hash_outcome
-        )
+        raise infeasible_error(request, problem)
     copies = copies_of_coldest_row(problem, best)
-    inputs = request.plan_inputs(
-        goal, request.levers(copies), request.sensitivities(best, search), request.suggestions(best, search, copies)
-    )
-    return assemble(problem, scores, search, inputs)
-
-
-def make_baseline_plan(
-    name: str,
-    tables: TablesConfig | str | Path,
-    heat: HeatInput | str | Path,
-    topology: Topology | str | Path,
-    gradients: str = "fp32",
-) -> Plan:
-    """A plan without search, for comparisons: one of `baseline_plans` or `replicated_plans` by name, at any cost."""
-    request = _read(tables, heat, topology, None, "train", gradients, ReductionOptions(), False)
-    problem = Problem.of(request.workload())
-    known = dict([*baseline_plans(problem), *replicated_plans(problem)])
-    if name not in known:
-        raise BadInput(
-            f"there is no baseline plan {name!r} for this cluster; there are {', '.join(known)}", parameter="name", value=name
-        )
-    inputs = request.plan_inputs("train", {}, (), ())
-    return assemble(problem, [(name, known[name])], Search(problem, problem.allowed(), known[name]), inputs)
+    sensitivities, suggestions = request.sensitivities(best, search), request.suggestions(best, search, copies)
+    return assemble(request, problem, scores, search, request.levers(copies), sensitivities, suggestions)
 
 
 @dataclass(frozen=True)
@@ -138,24 +115,12 @@ class PlanRequest:
         return self.reducer.tables.model_copy(update={"tables": self.reduced.tables})
 
     @property
+    def heat_sha256(self) -> str:
+        return self.reducer.heat.sha256 if isinstance(self.reducer.heat, HeatProfile) else ""
+
+    @property
     def stats(self) -> tuple[AccessStats, ...]:
         return self.reduced.stats
-
-    def plan_inputs(
-        self, goal: Goal, levers: dict[str, tuple[Lever, ...]], sensitivities: tuple[Sensitivity, ...],
-        suggestions: tuple[Suggestion, ...],
-    ) -> PlanInputs:  # fmt: skip
-        return PlanInputs(
-            tables=self.tables,
-            topology=self.topology,
-            goal=goal,
-            heat=self.reducer.heat.sha256 if isinstance(self.reducer.heat, HeatProfile) else "",
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            levers=levers,
-            sensitivities=sensitivities,
-            suggestions=suggestions,
-            notes=self.notes,
-        )
 
     def workload(self) -> Workload:
         each = zip(self.reduced.tables, self.stats, self.precisions, strict=True)
@@ -302,9 +267,10 @@ def _replanned_time(
     return min([*fitting, again.found.time] if again.found is not None else fitting, default=None)
 
 
-def _read(
+def read_request(
     tables: TablesConfig | str | Path, heat: HeatInput | str | Path, topology: Topology | str | Path,
-    budget: int | str | None, goal: str, gradients: str, options: ReductionOptions, shuffled: bool,
+    budget: int | str | None = None, goal: str = "train", gradients: str = "fp32",
+    options: ReductionOptions = NO_LEVERS, shuffled: bool = False,
 ) -> PlanRequest:  # fmt: skip
     """Loads files, and settles rows and precision of every table."""
     if goal not in GOALS:
@@ -317,13 +283,11 @@ def _read(
     memory = topology.gpu.memory
     room = memory if budget is None else read_bytes(budget)
     if not 0 < room <= memory:
-        raise BadInput(
+        message = (
             f"the budget is {show_bytes(room)} per GPU, and a GPU of the topology has {show_bytes(memory)}: lower the "
-            "budget, or use another topology",
-            parameter="budget",
-            value=room,
-            available=memory,
+            "budget, or use another topology"
         )
+        raise BadInput(message, parameter="budget", value=room, available=memory)
     id_stats = tuple(id_stats_of(heat, table, shuffled) for table in tables.tables)
     reducer = RowReducer(tables, heat, id_stats, topology.world_size, room, trains=goal == "train")
     reduced = reducer.reduce(options)
@@ -380,3 +344,24 @@ def _tables_on_host(request: PlanRequest, precisions: Sequence[RowPrecision], mi
             left -= codes[n]
             missing -= codes[n] / topology.world_size
     return frozenset(found) if missing <= 0 else frozenset()
+
+
+# -- planning again --
+
+
+def tables_of_plan(plan: Plan) -> TablesConfig:
+    """The tables of a plan as a tables file, with all choices settled; lookups are left to the heat."""
+    same = ("name", "rows", "dim", "pooling", "features", "precision", "cache")
+    tables = tuple(TableConfig(**{field: getattr(table, field) for field in same}) for table in plan.tables)
+    return TablesConfig(batch=plan.batch, dense=plan.dense, optimizer=plan.optimizer, tables=tables)
+
+
+def plan_with_heat(plan: Plan, heat: HeatProfile, topology: Topology | None = None) -> Plan:
+    """Plan the tables of a plan again for other heat, whose ids are rows: with the same precisions, budget and levers, because
+    another id map would assign rows to other ids."""
+    cluster = plan.topology if topology is None else topology
+    made = make_plan(tables_of_plan(plan), heat, cluster, plan.budget, plan.goal, plan.gradients)
+    levers = {table.name: table.levers for table in plan.tables}
+    return made.model_copy(
+        update={"tables": tuple(t.model_copy(update={"levers": levers[t.name]}) for t in made.tables), "suggestions": ()}
+    )

@@ -1,14 +1,9 @@
-"""The plan: what was decided for every table, why, and the predicted cost. Stored as plan.json.
+"""The plan: what was decided for every table, why, and the predicted cost. Stored as plan.json (docs/planning_files.md).
 
-A plan holds counts and thresholds, never lists of rows. Tier 1 is the first N rows of the heat file (named by its sha256),
-hottest first, ties by id; tier 2 are the next rows, tier 3 the rest. Every rank builds the maps of its own rows from that.
-Where levers reduced the rows, the heat of a row is the sum over its ids, after the id map that the levers describe.
-
-Numbers are bytes and seconds. Traffic is what one rank sends in one step (it receives as much), as a mean over ranks. A plan
-contains everything that `plan show` prints, so neither heat nor tables are needed to explain it.
-
-plan.json keeps the field names of version 1 (`cards`, `card`, `marginals`, `offers`); the aliases below are the only place that
-knows both names. The values "card" of `placement`, `residency` and `link` mean one GPU.
+A plan holds counts and thresholds, never lists of rows: tier 1 is the first N rows of the heat file (named by its sha256),
+hottest first, ties by id; tier 2 are the next rows, tier 3 the rest. Where levers reduced the rows, the heat of a row is the
+sum over its ids. Numbers are bytes and seconds; traffic is what one rank sends in one step, as a mean over ranks. The file
+says `cards`, `card`, `marginals` and `offers` where the code says ranks, GPU, sensitivities and suggestions.
 """
 
 from __future__ import annotations
@@ -237,26 +232,16 @@ class Plan(BaseModel):
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
-            raise FormatError(
-                f"{path}, line {error.lineno}: not JSON ({error.msg}); `thermocline plan make` writes plans",
-                path=name,
-                line=error.lineno,
-            ) from None
+            message = f"{path}, line {error.lineno}: not JSON ({error.msg}); `thermocline plan make` writes plans"
+            raise FormatError(message, path=name, line=error.lineno) from None
         version = found.get("version") if isinstance(found, dict) else None
         if version != VERSION:
-            raise FormatError(
-                f"{path} is a plan of version {version}, this program reads version {VERSION}: make the plan again",
-                path=name,
-                parameter="version",
-                value=version,
-            )
+            message = f"{path} is a plan of version {version}, this program reads version {VERSION}: make the plan again"
+            raise FormatError(message, path=name, parameter="version", value=version)
         try:
             return cls.model_validate(found)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
-            raise FormatError(
-                f"{path}, field {field}: {first['msg']}; make the plan again with `thermocline plan make`",
-                path=name,
-                parameter=field,
-            ) from None
+            message = f"{path}, field {field}: {first['msg']}; make the plan again with `thermocline plan make`"
+            raise FormatError(message, path=name, parameter=field) from None

@@ -1,22 +1,28 @@
-"""run.json: what a run measured, in the terms of its plan, so that both can be compared number by number.
+"""run.json: what a run measured, in the terms of its plan, and the comparison of both (docs/planning_files.md).
 
-Memory is in bytes of each rank by part. Traffic is the bytes and messages that one rank sends in one step, by link class and
-direction, as a mean over ranks and steps. Times are seconds of one step by part, each part alone, and of the whole step with
-overlap. The file says `cards` and `card` where the code says `ranks` and `rank`.
+A line of the comparison is good if it differs from the prediction by at most its tolerance. The tolerance of a part below 1%
+of its total is that of a part of 1%. Equal ranks are one group of lines, compared with the rank that is furthest off.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from thermocline.errors import BadInput
+from thermocline.report.numbers import Number
+
 from .fields import Amount, Bytes, Count
 from .io import Problems, check, did_you_mean, read_file
-from .model import MEMORY_PARTS, STEP_PARTS, Direction, LinkClass, Plan
+from .model import DIRECTIONS, LINK_CLASSES, MEMORY_PARTS, STEP_PARTS, Direction, LinkClass, Plan
+from .report.explain import aligned
 from .topology import STRICT
+from .units import show_bytes, show_seconds
 
 
 class MeasuredRank(BaseModel):
@@ -71,10 +77,8 @@ class MeasuredRun(BaseModel):
         pairs: dict[tuple[str, str], int] = {}
         for at, line in enumerate(self.traffic):
             if (first := pairs.setdefault((line.link, line.direction), at)) != at:
-                yield (
-                    ("traffic", at),
-                    f"{line.direction} over {line.link} links are in traffic[{first}] too; list their sum once",
-                )
+                over = f"{line.direction} over {line.link} links"
+                yield ("traffic", at), f"{over} are in traffic[{first}] too; list their sum once"
         yield from ((("parts", *at_part), text) for at_part, text in _unknown(self.parts, STEP_PARTS))
 
     def save(self, path: str | Path) -> None:
@@ -95,3 +99,137 @@ def _unknown(parts: dict[str, int] | dict[str, float], known: tuple[str, ...]) -
     for name in parts:
         if name not in known:
             yield (name,), f"there is no such part{did_you_mean(name, known)}; the parts are {', '.join(known)}"
+
+
+# -- comparison with a plan --
+
+Kind = Literal["memory", "traffic", "time"]
+
+TOLERANCES: dict[Kind, float] = {"memory": 0.02, "traffic": 0.05, "time": 0.25}
+_SMALL = 0.01  # of the total
+
+
+@dataclass(frozen=True)
+class ComparisonLine:
+    """One number, predicted and measured: bytes, bytes a step, or seconds."""
+
+    kind: Kind
+    what: str
+    predicted: float
+    measured: float
+    total: float  # the predicted sum that contains the number, or the number itself
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.kind]
+
+    @property
+    def off(self) -> float | None:
+        """The relative error of the prediction; None where nothing was predicted."""
+        return self.measured / self.predicted - 1 if self.predicted else None
+
+    @property
+    def ok(self) -> bool:
+        return abs(self.measured - self.predicted) <= self.tolerance * max(self.predicted, _SMALL * self.total)
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """The comparison of a plan with a run."""
+
+    lines: tuple[ComparisonLine, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(line.ok for line in self.lines)
+
+    def __str__(self) -> str:
+        """A line for each number, and a summary."""
+        head = ("", "", "predicted", "measured", "error", "tolerance")
+        bad = sum(not line.ok for line in self.lines)
+        return "\n".join([*aligned([head, *map(_cells, self.lines)]), f"{len(self.lines) - bad} within tolerance, {bad} not"])
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison for `json.dumps`."""
+        lines = [
+            {"kind": line.kind, "what": line.what, "predicted": line.predicted, "measured": line.measured}
+            | {"whole": line.total, "tolerance": line.tolerance, "off": line.off, "ok": line.ok}
+            for line in self.lines
+        ]
+        return {"ok": self.ok, "lines": lines}
+
+
+def _cells(line: ComparisonLine) -> tuple[object, ...]:
+    show = show_seconds if line.kind == "time" else show_bytes
+    off = Number(line.off or 0.0, "-" if line.off is None else f"{line.off:+.1%}")
+    numbers = [Number(value, show(value)) for value in (line.predicted, line.measured)]
+    return line.kind, line.what, *numbers, off, f"{'' if line.ok else 'NOT '}within {line.tolerance:.0%}"
+
+
+def check_run(plan: Plan, run: MeasuredRun) -> RunComparison:
+    """Compare a measured run with its plan.
+
+    Raises:
+        BadInput: The run used another plan, another number of ranks, or another batch.
+
+    Example::
+
+        comparison = check_run(Plan.load("plan.json"), MeasuredRun.load("run.json"))
+        assert comparison.ok, str(comparison)
+    """
+    _check_same(plan, run)
+    return RunComparison((*_memory(plan, run), *_traffic(plan, run), *_time(plan, run)))
+
+
+def _check_same(plan: Plan, run: MeasuredRun) -> None:
+    expected = fingerprint(plan)
+    if run.plan and run.plan != expected:
+        message = f"the run used plan {run.plan[:12]}, and this plan is {expected[:12]}; give the plan of the run"
+        raise BadInput(message, parameter="plan", value=run.plan)
+    ranks = sorted(rank.rank for rank in run.ranks)
+    if ranks != list(range(plan.topology.world_size)):
+        message = (
+            f"the run measured {len(ranks)} ranks and the plan is for {plan.topology.world_size} (ranks 0 to "
+            f"{plan.topology.world_size - 1}); compare a run on all ranks of the plan"
+        )
+        raise BadInput(message, parameter="ranks", value=ranks)
+    if run.batch != plan.batch:
+        message = f"the run had {run.batch} samples per rank and step, the plan is for {plan.batch}; plan for batch {run.batch}"
+        raise BadInput(message, parameter="batch", value=run.batch)
+
+
+def _memory(plan: Plan, run: MeasuredRun) -> Iterator[ComparisonLine]:
+    by_number = {rank.rank: rank for rank in run.ranks}
+    for group in plan.ranks:
+        last = group.first + group.count - 1
+        ranks = [by_number[number] for number in range(group.first, last + 1)]
+        rank = max(ranks, key=lambda rank: abs(rank.total - group.total))
+        which = f"rank {rank.rank}" if group.count == 1 else f"rank {rank.rank}, furthest off of {group.first} to {last}"
+        yield ComparisonLine("memory", f"{which}: all", group.total, rank.total, group.total)
+        for part in MEMORY_PARTS:
+            predicted, measured = group.bytes.get(part, 0), rank.bytes.get(part, 0)
+            if predicted or measured:
+                yield ComparisonLine("memory", f"{which}: {part}", predicted, measured, group.total)
+        if group.host or rank.host:
+            yield ComparisonLine("memory", f"{which}: in host memory", group.host, rank.host, group.host or group.total)
+
+
+def _traffic(plan: Plan, run: MeasuredRun) -> Iterator[ComparisonLine]:
+    measured = {(line.link, line.direction): line.bytes for line in run.traffic}
+    for link in LINK_CLASSES:
+        total = plan.bytes_over(link)
+        found = sum(measured.get((link, direction), 0.0) for direction in DIRECTIONS)
+        if not total and not found:
+            continue
+        yield ComparisonLine("traffic", f"{link}: all", total, found, total)
+        for direction in DIRECTIONS:
+            predicted, bytes_ = plan.bytes_over(link, direction), measured.get((link, direction), 0.0)
+            if predicted or bytes_:
+                yield ComparisonLine("traffic", f"{link}: {direction}", predicted, bytes_, total)
+
+
+def _time(plan: Plan, run: MeasuredRun) -> Iterator[ComparisonLine]:
+    yield ComparisonLine("time", "step", plan.step.total, run.step, plan.step.total)
+    for part in STEP_PARTS:
+        if part in run.parts:  # a run without timed parts is compared by the whole step only
+            yield ComparisonLine("time", f"step: {part}", plan.step.parts.get(part, 0.0), run.parts[part], plan.step.total)

@@ -1,7 +1,7 @@
-"""JSON schemas of the four planning files, for editors and for programs that write such files.
+"""JSON schemas of the four planning files, one per format version, for editors and for programs that write such files.
 
-Schemas are generated from the pydantic models and shipped, one per format version; a test compares them. After a change of a
-model, run `python -m thermocline.plan.schema`. A change that breaks old files needs a new version.
+They are generated from the pydantic models and shipped; a test compares both. After a change of a model, run
+`python -m thermocline.plan.schema`. A change that breaks old files needs a new version.
 """
 
 from __future__ import annotations
@@ -49,11 +49,6 @@ def shipped(kind: str) -> str:
     return (SCHEMAS / file_name(kind)).read_text(encoding="utf-8")
 
 
-def write_all() -> None:
-    """Write all schemas into the package."""
+if __name__ == "__main__":
     for kind in MODELS:
         Path(str(SCHEMAS / file_name(kind))).write_text(json.dumps(generate(kind), indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_all()

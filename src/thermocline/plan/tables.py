@@ -1,20 +1,4 @@
-"""The tables file: the tables of a model, and the work of one training step or request.
-
-version: 1
-batch: 2048            # samples per GPU and step
-dense: 4ms             # forward and backward of the dense layers, which hide the exchange
-below: 1ms             # part of dense: before the lookup, and after its gradient is known
-optimizer: rowwise_adagrad
-tables:
-  - name: item
-    rows: 1000000
-    dim: 128
-    pooling: none      # sum, mean, max, or none (sequences: every row is returned)
-    features: [item, history]   # columns of the heat file that look up this table; default: its name
-    lookups: 20        # per sample, all features together; default: from the heat file
-    precision: int8    # default: the plan chooses precision and cache
-    cache: 0.05
-"""
+"""The tables file: the tables of a model, and the work of one training step or request (docs/planning_files.md)."""
 
 from __future__ import annotations
 
@@ -87,10 +71,8 @@ class TableConfig(BaseModel):
 
     def _contradictions(self) -> Problems:
         if self.cache and isinstance(self.precision, dict):
-            yield (
-                ("cache",),
-                f"cache is {self.cache:g}, but precision {self.precision} already says what is cached; drop one of them",
-            )
+            given = f"cache is {self.cache:g}, but precision {self.precision}"
+            yield ("cache",), f"{given} already says what is cached; drop one of them"
         elif self.cache and self.precision in FLOATS:
             out = "drop the cache, or use a precision of 8 bits or less"
             yield ("cache",), f"cache is {self.cache:g}, but rows in {self.precision} gain nothing from a cache; {out}"

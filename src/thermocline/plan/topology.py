@@ -1,21 +1,6 @@
-"""The cluster that a plan is for: nodes, GPUs, memory, and the speed of every class of links.
+"""The cluster that a plan is for: nodes, GPUs, memory, and the speed of every class of links (docs/planning_files.md).
 
-    version: 1
-    name: two nodes of four H200
-    nodes: 2
-    cards_per_node: 4
-    card: {memory: 141GB, bandwidth: 4.0TB/s}
-    host: {memory: 2TB}
-    links:
-      host: {bandwidth: 55GB/s, latency: 10us}
-      node: {bandwidth: 450GB/s, latency: 10us}
-      cluster: {bandwidth: 50GB/s, latency: 20us}
-
-Bandwidths are per GPU and direction, as measured in use. `host` links a GPU to the memory of its node, `node` links GPUs of one
-node, `cluster` links GPUs of different nodes. A single-node cluster needs no `cluster` link.
-
-A topology file is measured by `thermocline calibrate`, written by hand, or shipped as a preset with its source and date. The
-file says `card` where the code says `gpu`; the aliases below are the only place that knows both names.
+The file says `card` where the code says `gpu`; the aliases below are the only place that knows both names.
 """
 
 from __future__ import annotations
@@ -135,16 +120,13 @@ def _preset_names() -> list[str]:
 def _find(path_or_preset: str | Path) -> tuple[str, str]:
     """The text of a file or preset, and its name for error messages."""
     given = str(path_or_preset)
-    names = _preset_names()
     if Path(given).exists():
         return read_text(given), given
+    names = _preset_names()
     if given in names:
         return (PRESETS / f"{given}.yaml").read_text(encoding="utf-8"), f"preset {given}"
-    raise BadInput(
-        f"{given!r} is neither a file nor a preset{did_you_mean(given, names)}; presets are {', '.join(names)}",
-        parameter="topology",
-        value=given,
-    )
+    message = f"{given!r} is neither a file nor a preset{did_you_mean(given, names)}; presets are {', '.join(names)}"
+    raise BadInput(message, parameter="topology", value=given)
 
 
 def _without_units(given: Topology) -> Iterator[tuple[Location, str]]:

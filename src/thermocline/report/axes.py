@@ -1,7 +1,4 @@
-"""Axes: from values to positions between 0 and 1, with round ticks.
-
-An axis knows whether it is logarithmic (heat spans seven decades) and the unit of its ticks (bytes want round numbers of GiB).
-"""
+"""Axes: from values to positions between 0 and 1, with round ticks."""
 
 from __future__ import annotations
 

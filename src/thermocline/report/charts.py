@@ -1,8 +1,7 @@
 """Charts as plain SVG: lines over shaded bands, stacked bars, columns; in pages, or as files of their own (`picture`).
 
-Every chart is drawn for a phone, 360 units wide; a wider screen shows several side by side. Colours are those of the page
-(`page.css`), which has a dark mode: a mark has a class (c0, c1, ...) and draws in `currentColor`. Marks have a <title> as a
-tooltip; each chart has a <title> and a <desc> for screen readers.
+Charts are drawn for a phone, 360 units wide. A mark has a colour class of the page (`page.css`), which has a dark mode, and a
+<title> as a tooltip; each chart has a <title> and a <desc> for screen readers.
 """
 
 from __future__ import annotations
@@ -106,10 +105,9 @@ def bars(title: str, bars: Sequence[Bar], show: Show, limit: tuple[str, float] |
     height = len(bars) * pitch + 2
     if limit is not None:
         x = left + wide * axis.at(limit[1])
-        drawn.append(
-            element("line", element("title", f"{limit[0]}: {show(limit[1])}"), x1=x, x2=x, y1=0, y2=height, class_="limit")
-        )
-        named.append((f"{limit[0]}: {show(limit[1])}", "limit"))
+        words = f"{limit[0]}: {show(limit[1])}"
+        drawn.append(element("line", element("title", words), x1=x, x2=x, y1=0, y2=height, class_="limit"))
+        named.append((words, "limit"))
     return _chart(title, ", ".join(f"{bar.name} {show(bar.total)}" for bar in bars[:16]), drawn, named, height)
 
 
@@ -185,9 +183,8 @@ def _chart(title: str, about: str, drawn: Iterable[Html], named: Iterable[tuple[
         legend.append(_words(x + 15, y, name))
         x += 15 + width_of(name) + 10
     box = f"0 0 {WIDTH} {y + 5 if legend else height:.0f}"
-    return element(
-        "svg", element("title", title), element("desc", about), *drawn, *legend, viewBox=box, role="img", class_="chart"
-    )
+    inside = (element("title", title), element("desc", about), *drawn, *legend)
+    return element("svg", *inside, viewBox=box, role="img", class_="chart")
 
 
 def _colour(number: int) -> str:
@@ -212,9 +209,6 @@ def shorten(words: str, width: float) -> str:
     while words and width_of(words) > width - _LETTER:
         words = words[:-1]
     return words.rstrip() + "…"
-
-
-# -- charts as files --
 
 
 class Picture(str):

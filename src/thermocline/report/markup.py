@@ -1,8 +1,4 @@
-"""HTML and SVG as nested calls, with escaping by default.
-
-Names of tables come from users and appear in titles, labels and attributes. A template leaves escaping to its author; here only
-`Html` passes unescaped, and only `element` makes it. The output is well-formed XML, so tests parse it strictly.
-"""
+"""HTML and SVG as nested calls, escaped by default: only `Html` passes unescaped, and only `element` makes it."""
 
 from __future__ import annotations
 
@@ -29,9 +25,8 @@ def text(piece: object) -> Html:
 
 def element(tag: str, *inside: object, **attributes: object) -> Html:
     """<tag attributes>inside</tag>. `class_` is class, `stroke_width` is stroke-width; attributes that are None are omitted."""
-    words = "".join(
-        f' {name.rstrip("_").replace("_", "-")}="{text(value)}"' for name, value in attributes.items() if value is not None
-    )
+    given = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value is not None}
+    words = "".join(f' {name}="{text(value)}"' for name, value in given.items())
     return Html(f"<{tag}{words}/>" if tag in _WITHOUT_END else f"<{tag}{words}>{join(*inside)}</{tag}>")
 
 

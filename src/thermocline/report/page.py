@@ -1,7 +1,6 @@
 """A report as one HTML file: text, numbers, tables and charts, with style inside and nothing to fetch.
 
-The page must open from a mail attachment or on a phone without network, so it has no links, and a content policy that refuses
-them. The few lines of `page.js` sort and search long tables.
+The page must open from a mail attachment without network, so it has no links, and a content policy that refuses them.
 """
 
 from __future__ import annotations

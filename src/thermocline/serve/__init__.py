@@ -10,8 +10,9 @@ Names load when they are used: a shard process imports this package and needs no
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from thermocline._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .errors import DeadlineExceeded, NotReady, Overloaded, ServeError, ShardDown, UnknownModel
@@ -19,31 +20,10 @@ if TYPE_CHECKING:
     from .remote.shard_host import run_shard_host
     from .tables.shard_group import ShardGroup
 
-_HOMES = {
-    "DeadlineExceeded": "errors",
-    "FrozenTables": "frozen_tables",
-    "NotReady": "errors",
-    "Overloaded": "errors",
-    "ServeError": "errors",
-    "ShardDown": "errors",
-    "ShardGroup": "tables.shard_group",
-    "UnknownModel": "errors",
-    "run_shard_host": "remote.shard_host",
-}
 __all__ = [
-    "DeadlineExceeded",
-    "FrozenTables",
-    "NotReady",
-    "Overloaded",
-    "ServeError",
-    "ShardDown",
-    "ShardGroup",
-    "UnknownModel",
+    "DeadlineExceeded", "FrozenTables", "NotReady", "Overloaded", "ServeError", "ShardDown", "ShardGroup", "UnknownModel",
     "run_shard_host",
-]
+]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -9,7 +9,7 @@
         ├── NotReady              the model is loading, or the server is shutting down
         └── DeadlineExceeded      the deadline passed before the request was executed
 
-`server/error_mapping.py` maps each to a gRPC code and an HTTP status. Every `ServeError` is worth a retry.
+`server/inference_service.py` maps each to a gRPC code and an HTTP status. Every `ServeError` is worth a retry.
 """
 
 from __future__ import annotations

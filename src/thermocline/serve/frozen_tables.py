@@ -5,8 +5,7 @@
     torch.export.export(model, (dense, ids))     the tables are one operator of the exported graph
 
 The operator holds the name of the group, not its memory: an exported graph has no rows, uses the version that is current when
-it runs, and finds its tables in any process that has opened a group of that name. A lookup uses one version for all its
-features.
+it runs, and finds its tables in any process that has opened a group of that name.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,40 +25,26 @@ from thermocline.kernels.serve.fields import ServedBags
 from .errors import NotReady
 from .tables.version import TableVersion
 
+if TYPE_CHECKING:
+    from .tables.shard_group import ShardGroup
+
 _LIBRARY = torch.library.Library("thermocline", "FRAGMENT")
 _LIBRARY.define("serve_lookup(Tensor ids, Tensor offsets, Tensor? weights, str group, int features, int width) -> Tensor")
 
 
-class OpenTables(Protocol):
-    """What the module needs of a `ShardGroup`."""
-
-    name: str
-    device: torch.device
-
-    @property
-    def current(self) -> TableVersion: ...
-
-    @property
-    def closed(self) -> bool: ...
-
-
-_groups: weakref.WeakValueDictionary[str, OpenTables] = weakref.WeakValueDictionary()
+_groups: weakref.WeakValueDictionary[str, ShardGroup] = weakref.WeakValueDictionary()
 
 
 def _serve_lookup(ids: Tensor, offsets: Tensor, weights: Tensor | None, group: str, features: int, width: int) -> Tensor:
     found = _groups.get(group)
     if found is None or found.closed:
-        raise NotReady(
-            f"no tables named {group!r} are open in this process; open ShardGroup(..., name={group!r}).module() first"
-        )
+        way_out = f"open ShardGroup(..., name={group!r}).module() first"
+        raise NotReady(f"no tables named {group!r} are open in this process; {way_out}")
     version = found.current
     if len(version.features) != features or sum(version.dims) != width:
-        raise BadInput(
-            f"the tables {group!r} have {len(version.features)} features of {sum(version.dims)} columns, and this module was "
-            f"made for {features} and {width}; make it again with group.module()",
-            parameter="group",
-            value=group,
-        )
+        have = f"the tables {group!r} have {len(version.features)} features of {sum(version.dims)} columns"
+        words = f"{have}, and this module was made for {features} and {width}; make it again with group.module()"
+        raise BadInput(words, parameter="group", value=group)
     return look_up_columns(version, ids, offsets, weights, found.device)
 
 
@@ -106,15 +91,12 @@ class FrozenTables(nn.Module):
         >>> model(torch.tensor([[3, 5], [17, 6]]))  # one id of each of two features
     """
 
-    def __init__(self, group: OpenTables) -> None:
+    def __init__(self, group: ShardGroup) -> None:
         super().__init__()
         other = _groups.get(group.name)
         if other is not None and other is not group and not other.closed:
-            raise BadInput(
-                f"other tables named {group.name!r} are open; give this group its own name: ShardGroup(..., name=)",
-                parameter="name",
-                value=group.name,
-            )
+            words = f"other tables named {group.name!r} are open; give this group its own name: ShardGroup(..., name=)"
+            raise BadInput(words, parameter="name", value=group.name)
         _groups[group.name] = group
         version = group.current
         self._group = group  # keeps the group open
@@ -134,11 +116,8 @@ class FrozenTables(nn.Module):
         """
         if isinstance(input, Tensor):
             if input.dim() != 2 or input.shape[1] != len(self.features):
-                raise BadInput(
-                    f"ids are {tuple(input.shape)}; {len(self.features)} features need [batch, {len(self.features)}]",
-                    parameter="input",
-                    value=tuple(input.shape),
-                )
+                words = f"ids are {tuple(input.shape)}; {len(self.features)} features need [batch, {len(self.features)}]"
+                raise BadInput(words, parameter="input", value=tuple(input.shape))
             ids, weights = input.t().reshape(-1), None
             offsets = torch.arange(len(self.features) * input.shape[0] + 1, device=input.device)
         else:
@@ -148,9 +127,8 @@ class FrozenTables(nn.Module):
 
     def _join(self, input: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor, Tensor | None]:
         if missing := [name for name in self.features if name not in input]:
-            raise BadInput(
-                f"the input lacks {', '.join(missing)}; the features are {', '.join(self.features)}", parameter=missing[0]
-            )
+            words = f"the input lacks {', '.join(missing)}; the features are {', '.join(self.features)}"
+            raise BadInput(words, parameter=missing[0])
         parts = [tuple(input[name]) for name in self.features]
         begin, offsets = 0, [parts[0][1][:1]]
         for part in parts:

@@ -8,8 +8,7 @@ What all candidates share is looked up and computed once for each request. For a
 among shared rows, and their part of the top MLP's first layer: the layer is linear, so its columns may be summed in two parts.
 For a sequence model it is the whole encoder; a candidate is one dot product. One launch looks up the rows of a whole batch.
 
-The names and shapes of the checkpoint's dense tensors determine the architecture; nothing of `models` is imported. Dense
-tensors belong to the version, so rows and dense part of a request come from one save. Sums are taken in another order than in
+The names and shapes of the checkpoint's dense tensors determine the architecture. Sums are taken in another order than in
 training: scores agree up to rounding, not in every bit.
 """
 
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,27 +35,12 @@ Array = NDArray[Any]
 DENSE, SCORE, HISTORY, CANDIDATES = "dense", "score", "history", "candidates"
 
 
-class CandidateScorer(Protocol):
-    """A ranking model around the tables of one version."""
-
-    @property
-    def inputs(self) -> Sequence[TensorMetadata]: ...
-
-    def lookups(self, request: Mapping[str, Array]) -> Mapping[str, Array]:
-        """The lookups of a request. Raises `BadInput` for an invalid request."""
-        ...
-
-    def score(self, request: Mapping[str, Array], rows: Mapping[str, Tensor]) -> Tensor:
-        """Scores of all candidates."""
-        ...
-
-
 class RankingModel:
     """A served model that scores candidates. Raises `BadInput` if the checkpoint has no ranking model."""
 
     def __init__(self, group: ShardGroup, name: str = "rank") -> None:
         self.group, self.name = group, name
-        self._scorers: dict[int, tuple[TableVersion, CandidateScorer]] = {}
+        self._made: tuple[TableVersion, DlrmScorer | SequenceScorer] | None = None
         self.outputs = [TensorMetadata(SCORE, "FP32", (-1,))]
         self._scorer(group.current)
 
@@ -68,13 +52,12 @@ class RankingModel:
     def inputs(self) -> Sequence[TensorMetadata]:
         return self._scorer(self.group.current).inputs
 
-    def _scorer(self, version: TableVersion) -> CandidateScorer:
+    def _scorer(self, version: TableVersion) -> DlrmScorer | SequenceScorer:
         """The scorer of a version, made once."""
-        known = self._scorers.get(id(version))
-        if known is None or known[0] is not version:
-            known = (version, make_scorer(version))
-            self._scorers = {id(version): known}
-        return known[1]
+        made = self._made
+        if made is None or made[0] is not version:
+            made = self._made = (version, make_scorer(version))
+        return made[1]
 
     @torch.no_grad()
     def infer(self, requests: Sequence[Mapping[str, Array]]) -> list[LookupResult | Exception]:
@@ -106,26 +89,20 @@ class RankingModel:
 
 def companion_models(model: ServableModel) -> list[ServableModel]:
     """The ranking model of a group whose checkpoint has one: `rank`, or `NAME-rank`."""
-    if not isinstance(model, ShardGroup) or not _has_ranking(model.current):
+    if not isinstance(model, ShardGroup) or not {"top.0.weight", "encoder.positions"} & model.current.dense.keys():
         return []
     return [RankingModel(model, "rank" if model.name == "tables" else f"{model.name}-rank")]
 
 
-def _has_ranking(version: TableVersion) -> bool:
-    return "top.0.weight" in version.dense or "encoder.positions" in version.dense
-
-
-def make_scorer(version: TableVersion) -> CandidateScorer:
+def make_scorer(version: TableVersion) -> DlrmScorer | SequenceScorer:
     """The scorer for a checkpoint's dense tensors."""
     if "top.0.weight" in version.dense:
         return DlrmScorer(version)
     if "encoder.positions" in version.dense:
         return SequenceScorer(version)
-    raise BadInput(
-        f"the checkpoint has no ranking model: it has {', '.join(list(version.dense)[:4]) or 'no dense part'}; save a DLRM "
-        "or a SequenceModel with its tables, as in thermocline.save(model, folder)",
-        parameter="folder",
-    )
+    has = ", ".join(list(version.dense)[:4]) or "no dense part"
+    way_out = "save a DLRM or a SequenceModel with its tables, as in thermocline.save(model, folder)"
+    raise BadInput(f"the checkpoint has no ranking model: it has {has}; {way_out}", parameter="folder")
 
 
 def _check(name: str, array: Array | None, kind: type, dims: Sequence[int]) -> Array:
@@ -135,9 +112,6 @@ def _check(name: str, array: Array | None, kind: type, dims: Sequence[int]) -> A
         wanted = f"{np.dtype(kind).name} of {' or '.join(map(str, dims))} dimensions"
         raise BadInput(f"input {name!r} is {array.dtype} of the shape {list(array.shape)}; it must be {wanted}", parameter=name)
     return array
-
-
-# -- DLRM ---------------------------------------------------------------------------------------------------------------------
 
 
 class InteractionSplit(NamedTuple):
@@ -160,12 +134,12 @@ class DlrmScorer:
         beside = self.dim if self.bottom else len(self.features) * self.dim
         wide = beside + vectors * (vectors - 1) // 2
         if set(version.dims) != {self.dim} or self.top[0][0].shape[1] != wide:
-            raise BadInput(
-                f"the top of the model takes {self.top[0][0].shape[1]} numbers, and {len(self.features)} features of "
-                f"{self.dim} columns make {wide}; save the model with all of its tables, and no other",
-                needed=self.top[0][0].shape[1],
-                available=wide,
+            takes = self.top[0][0].shape[1]
+            makes = f"{len(self.features)} features of {self.dim} columns make {wide}"
+            words = (
+                f"the top of the model takes {takes} numbers, and {makes}; save the model with all of its tables, and no other"
             )
+            raise BadInput(words, needed=takes, available=wide)
         self.inputs = [TensorMetadata(feature, "INT64", (-1,)) for feature in self.features]
         if self.bottom:
             self.inputs.append(TensorMetadata(DENSE, "FP32", (-1, self.bottom[0][0].shape[1])))
@@ -180,18 +154,15 @@ class DlrmScorer:
         if self.bottom:
             dense, wide = _check(DENSE, request.get(DENSE), np.float32, (1, 2)), self.bottom[0][0].shape[1]
             if dense.shape[-1] != wide:
-                raise BadInput(
-                    f"input 'dense' has {dense.shape[-1]} numbers a candidate; the model takes {wide}", parameter=DENSE
-                )
+                words = f"input 'dense' has {dense.shape[-1]} numbers a candidate; the model takes {wide}"
+                raise BadInput(words, parameter=DENSE)
             if not np.isfinite(dense).all():
                 raise BadInput("input 'dense' has a number that is not finite", parameter=DENSE)
             lengths[DENSE] = 1 if dense.ndim == 1 else len(dense)
         count = max(lengths.values())
         if wrong := [name for name, length in lengths.items() if length not in (1, count) or not length]:
-            raise BadInput(
-                f"input {wrong[0]!r} has {lengths[wrong[0]]} candidates, and others {count}; give 1 or {count}",
-                parameter=wrong[0],
-            )
+            words = f"input {wrong[0]!r} has {lengths[wrong[0]]} candidates, and others {count}; give 1 or {count}"
+            raise BadInput(words, parameter=wrong[0])
         return found
 
     def score(self, request: Mapping[str, Array], rows: Mapping[str, Tensor]) -> Tensor:
@@ -227,30 +198,26 @@ class DlrmScorer:
 
     def _make_split(self, varies: tuple[bool, ...]) -> InteractionSplit:
         """Split the columns of the first layer, in the order of `_columns`."""
-        count, place = len(varies), [sum(varies[:v]) if varies[v] else v - sum(varies[:v]) for v in range(len(varies))]
-        shared, varying = count - sum(varies), sum(varies)
-        besides = [range(self.dim * n, self.dim * (n + 1)) for n in range(1 if self.bottom else count)]
-        columns: dict[str, list[int]] = {"shared": [], "varying": [], "mixed": [], "both": []}
-        numbers: dict[str, list[int]] = {"shared": [], "mixed": [], "both": []}
-        for n, block in enumerate(besides):
-            columns["varying" if varies[n] else "shared"] += block
-        column = self.dim * len(besides)
-        for i in range(count):
-            for j in range(i + 1, count):
-                if varies[i] and varies[j]:
-                    kind, number = "both", place[i] * varying + place[j]
-                elif varies[i] or varies[j]:
-                    several, one = (i, j) if varies[i] else (j, i)
-                    kind, number = "mixed", place[several] * shared + place[one]
-                else:
-                    kind, number = "shared", place[i] * shared + place[j]
-                columns[kind].append(column)
-                numbers[kind].append(number)
-                column += 1
+        varies_V, count = torch.tensor(varies), len(varies)
+        varying, besides = int(varies_V.sum()), 1 if self.bottom else count
+        shared = count - varying
+        place_V = torch.where(varies_V, varies_V.cumsum(0), (~varies_V).cumsum(0)) - 1  # among vectors of its own kind
+        first_P, second_P = torch.triu_indices(count, count, 1)
+        both_P, none_P = varies_V[first_P] & varies_V[second_P], ~(varies_V[first_P] | varies_V[second_P])
+        mixed_P = ~(both_P | none_P)
+        several_P = torch.where(varies_V[first_P], first_P, second_P)  # of mixed pairs, the vector of the candidate
+        one_P = first_P + second_P - several_P
+        column_P = self.dim * besides + torch.arange(len(first_P))
+        beside_C = varies_V[:besides].repeat_interleave(self.dim)
         weight = self.top[0][0]
-        others = columns["varying"] + columns["mixed"] + columns["both"]
-        at = (torch.tensor(numbers[kind], dtype=torch.int64) for kind in ("shared", "mixed", "both"))
-        return InteractionSplit(weight[:, columns["shared"]].contiguous(), weight[:, others].contiguous(), *at)
+        columns = torch.cat([beside_C.nonzero()[:, 0], column_P[mixed_P], column_P[both_P]])
+        return InteractionSplit(
+            weight[:, torch.cat([(~beside_C).nonzero()[:, 0], column_P[none_P]])].contiguous(),
+            weight[:, columns].contiguous(),
+            (place_V[first_P] * shared + place_V[second_P])[none_P],
+            (place_V[several_P] * shared + place_V[one_P])[mixed_P],
+            (place_V[first_P] * varying + place_V[second_P])[both_P],
+        )
 
 
 def _layers(dense: Mapping[str, Tensor], part: str) -> list[tuple[Tensor, Tensor]]:
@@ -260,9 +227,6 @@ def _layers(dense: Mapping[str, Tensor], part: str) -> list[tuple[Tensor, Tensor
         name = f"{part}.{2 * len(found)}"
         found.append((dense[f"{name}.weight"], dense[f"{name}.bias"]))
     return found
-
-
-# -- sequences ----------------------------------------------------------------------------------------------------------------
 
 
 class SequenceScorer:

@@ -75,11 +75,7 @@ class ModelSignature:
         self._outputs = frozenset(each.name for each in model.outputs)
 
     def check(self, inputs: Mapping[str, Array], outputs: tuple[str, ...], limit: int) -> int:
-        """The number of values in a request.
-
-        Raises:
-            BadInput: an unknown or missing tensor, another datatype or shape, or more than `limit` values
-        """
+        """The number of values in a request. Raises `BadInput` if it does not fit, or has more than `limit` values."""
         values, known = 0, self._inputs
         for name, array in inputs.items():
             expected = known.get(name)
@@ -89,9 +85,8 @@ class ModelSignature:
             if array.dtype != dtype:
                 raise BadInput(f"input {name!r} must be {DATATYPES[dtype]}, not {DATATYPES[array.dtype]}", parameter=name)
             if not _matches(array.shape, shape):
-                raise BadInput(
-                    f"input {name!r} must have shape {list(shape)} (-1: any size), not {list(array.shape)}", parameter=name
-                )
+                words = f"input {name!r} must have shape {list(shape)} (-1: any size), not {list(array.shape)}"
+                raise BadInput(words, parameter=name)
             values += array.size
         if not inputs:
             raise BadInput(f"the request has no inputs; model {self._name!r} takes {list_names(known)}", parameter="inputs")
@@ -99,23 +94,17 @@ class ModelSignature:
             missing = min(self._required - inputs.keys())
             raise BadInput(f"input {missing!r} is missing", parameter=missing)
         if values > limit:
-            raise BadInput(
-                f"the request has {values:,} values, the limit is {limit:,}; split it into several",
-                needed=values,
-                available=limit,
-            )
+            words = f"the request has {values:,} values, the limit is {limit:,}; split it into several"
+            raise BadInput(words, needed=values, available=limit)
         for name in outputs:
             if name not in self._outputs:
-                raise BadInput(
-                    f"model {self._name!r} has no output {name[:100]!r}; it has {list_names(self._outputs)}", parameter=name
-                )
+                there = list_names(self._outputs)
+                raise BadInput(f"model {self._name!r} has no output {name[:100]!r}; it has {there}", parameter=name)
         return values
 
 
 def _matches(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    return len(shape) == len(expected) and all(
-        size == wanted or wanted == -1 for size, wanted in zip(shape, expected, strict=True)
-    )
+    return len(shape) == len(expected) and all(wanted in (-1, size) for size, wanted in zip(shape, expected, strict=True))
 
 
 def list_names(names: Mapping[str, object] | frozenset[str] | Sequence[str]) -> str:

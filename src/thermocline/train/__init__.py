@@ -8,15 +8,6 @@ from .sequence import SequenceResult, SequenceRun, evaluate_sequences
 from .settings import DLRMSettings, SequenceSettings
 
 __all__ = [
-    "ONE_RANK",
-    "DLRMResult",
-    "DLRMRun",
-    "DLRMSettings",
-    "SequenceResult",
-    "SequenceRun",
-    "SequenceSettings",
-    "TrainingRanks",
-    "evaluate",
-    "evaluate_sequences",
-    "init_ranks",
-]
+    "ONE_RANK", "DLRMResult", "DLRMRun", "DLRMSettings", "SequenceResult", "SequenceRun", "SequenceSettings", "TrainingRanks",
+    "evaluate", "evaluate_sequences", "init_ranks",
+]  # fmt: skip

@@ -15,26 +15,20 @@ from thermocline.data.metrics import Measures
 from thermocline.errors import BadInput
 from thermocline.models import DLRM
 
-from .loop import Measured, TrainLoop
+from .loop import Measured, RunResult, TrainLoop
 from .ranks import ONE_RANK, TrainingRanks
 from .settings import DLRMSettings
 
 EVALUATION_BATCH = 8192
 
 
-@dataclass(frozen=True)
-class DLRMResult:
+@dataclass(frozen=True, kw_only=True)
+class DLRMResult(RunResult):
     """Metrics, memory and time of a finished run."""
 
     auc: float
     logloss: float
     ne: float
-    train_loss: float  # mean over the last epoch
-    samples: int  # over all epochs
-    rows: int
-    memory: dict[str, int]  # bytes of this rank's tables, by part
-    stats: dict[str, int]
-    seconds: float  # including the parts before a resume
 
 
 class DLRMRun(TrainLoop[Clicks, DLRMResult]):
@@ -45,13 +39,9 @@ class DLRMRun(TrainLoop[Clicks, DLRMResult]):
     """
 
     def __init__(
-        self,
-        settings: DLRMSettings,
-        checkpoint: Path | None = None,
-        logs: tuple[ClickLog, ClickLog] | None = None,
-        model: DLRM | None = None,
-        ranks: TrainingRanks = ONE_RANK,
-    ) -> None:
+        self, settings: DLRMSettings, checkpoint: Path | None = None, logs: tuple[ClickLog, ClickLog] | None = None,
+        model: DLRM | None = None, ranks: TrainingRanks = ONE_RANK,
+    ) -> None:  # fmt: skip
         self.settings = settings
         self.train_log, self.test_log = logs or settings.logs()
         if not self.train_log.samples or not self.test_log.samples:

@@ -1,17 +1,15 @@
 """The training loop: epochs over a log, an evaluation after each, and a folder to resume from.
 
 A run is exact: interrupted and resumed, it ends with equal numbers. The loop stops only between steps, and everything that a
-step depends on is in the folder or follows from the settings.
-
-`TrainLoop` handles steps, ranks, saving and logging; a subclass adds batches, losses and evaluation. All ranks run the loop
-together: when one of them stops or saves, all do so after the same step.
+step depends on is in the folder or follows from the settings. All ranks run the loop together: when one of them stops or saves,
+all do so after the same step.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -19,12 +17,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from thermocline.errors import BadInput
 from thermocline.plan.run_file import MeasuredRun
 
 from .ranks import ONE_RANK, TrainingRanks
 from .run_folder import RunFolder
 from .settings import RunSettings
-from .tensorboard import Board
 
 LOG_STEPS = 100  # between two points of the curve; fewer in a short run, so that it has POINTS points
 POINTS = 40
@@ -36,6 +34,18 @@ Measured = dict[str, float]
 
 class TrainingInterrupted(KeyboardInterrupt):
     """Training stopped on request; the message says how to resume."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """Memory and time of a finished run."""
+
+    train_loss: float  # mean over the last epoch
+    samples: int  # over all epochs
+    rows: int
+    memory: dict[str, int]  # bytes of this rank's tables, by part
+    stats: dict[str, int]
+    seconds: float  # including the parts before a resume
 
 
 @dataclass
@@ -52,12 +62,47 @@ class Position:
     curve: list[Measured] = field(default_factory=list)  # points for charts
 
 
+class Board:
+    """Writes scalars for TensorBoard to `logdir`, if given; drops steps after `step` that an interrupted run left there."""
+
+    def __init__(self, logdir: Path | None, step: int) -> None:
+        self._writer: Any = None
+        self._step, self._time = step, time.perf_counter()
+        if logdir is None:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            words = "TensorBoard is not installed; run: pip install tensorboard, or omit --logdir"
+            raise BadInput(words, parameter="logdir") from None
+        self._writer = SummaryWriter(str(logdir), purge_step=step)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self._writer:
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
+
+    def rate(self, step: int, batch: int) -> dict[str, float]:
+        """Samples per second since the last call."""
+        now = time.perf_counter()
+        rate = (step - self._step) * batch / max(now - self._time, 1e-9)
+        self._step, self._time = step, now
+        return {"samples per second": rate}
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer:
+            self._writer.close()
+
+
 B = TypeVar("B")
 Result = TypeVar("Result")
 
 
 class TrainLoop(ABC, Generic[B, Result]):
-    """A model in training on `samples` samples an epoch; `finish()` trains it to the end."""
+    """A model in training on `samples` samples an epoch. A subclass adds batches, losses and evaluation."""
 
     def __init__(
         self, settings: RunSettings, model: nn.Module, samples: int, checkpoint: Path | None, ranks: TrainingRanks = ONE_RANK
@@ -86,8 +131,6 @@ class TrainLoop(ABC, Generic[B, Result]):
         samples = saved.pop("cards") * saved["step_in_epoch"]
         return Position(**{**saved, "step_in_epoch": samples // self.ranks.size})
 
-    # -- implemented by each model ------------------------------------------------------------------------------------------
-
     @abstractmethod
     def batches(self) -> Iterator[B]:
         """Remaining batches of this rank in this epoch, on the device; one for every step, perhaps empty."""
@@ -108,8 +151,6 @@ class TrainLoop(ABC, Generic[B, Result]):
     def result(self) -> Result:
         """Metrics, memory and time at the end of the run."""
 
-    # -- the loop -----------------------------------------------------------------------------------------------------------
-
     def finish(
         self,
         progress: ReportProgress = lambda done, total, what: None,
@@ -118,10 +159,6 @@ class TrainLoop(ABC, Generic[B, Result]):
         save_seconds: float = 60.0,
     ) -> Result:
         """Train to the end. Saves every `save_seconds`; if `stop()` is true, saves and raises `TrainingInterrupted`."""
-        self._train(progress, stop, logdir, save_seconds)
-        return self.result()
-
-    def _train(self, progress: ReportProgress, stop: Callable[[], bool], logdir: Path | None, save_seconds: float) -> None:
         at, saved = self.position, time.perf_counter()
         with Board(logdir if self.ranks.first else None, at.step) as board:
             while at.epoch < self._settings.epochs:
@@ -136,13 +173,13 @@ class TrainLoop(ABC, Generic[B, Result]):
                         saved = time.perf_counter()
                     if stops:
                         raise TrainingInterrupted(self._how_to_resume())
-                self.run_json = self.ranks.measured(
-                    self._settings.batch, (time.perf_counter() - began) / max(1, at.step - first)
-                )
+                step_seconds = (time.perf_counter() - began) / max(1, at.step - first)
+                self.run_json = self.ranks.measured(self._settings.batch, step_seconds)
                 self._end_epoch(board)
                 self._save()
         if not self.folder:
             at.seconds = time.perf_counter() - self._started
+        return self.result()
 
     def _how_to_resume(self) -> str:
         stopped = f"stopped after step {self.position.step:,}"
@@ -211,10 +248,8 @@ class TrainLoop(ABC, Generic[B, Result]):
         at = self.position
         assert at.epoch == self._settings.epochs
         memory, stats = tables_of(self.network)
-        trained = at.epoch * self.samples
-        return {
-            **at.measured[-1], "samples": trained, "rows": rows, "memory": memory, "stats": stats, "seconds": at.seconds,
-        }  # fmt: skip
+        about = {"samples": at.epoch * self.samples, "rows": rows, "memory": memory, "stats": stats, "seconds": at.seconds}
+        return {**at.measured[-1], **about}
 
 
 def make_optimizers(model: nn.Module, dense_lr: float) -> dict[str, torch.optim.Optimizer]:

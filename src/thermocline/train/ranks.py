@@ -2,9 +2,7 @@
 
 Under torchrun every process is a rank. The plan shards tables, DistributedDataParallel wraps dense modules, each rank trains on
 its part of every batch, and losses are divided by the samples of all ranks. The steps equal those of one process with all
-batches joined, up to the order of sums. A rank with fewer samples, or none at the end of an epoch, adds its part of the loss.
-
-One process without a plan is `ONE_RANK` and runs the same code.
+batches joined, up to the order of sums. One process without a plan is `ONE_RANK` and runs the same code.
 """
 
 from __future__ import annotations
@@ -65,11 +63,9 @@ class TrainingRanks:
             return ids
         planned = self.plan.table(table).rows
         if planned < ids.rows:
-            raise BadInput(
-                f"table {table!r} has {planned:,} rows in the plan; the log has {ids.kept.count:,} ids, and unknown ids need "
-                "one more row. Plan with that many rows, or hash the ids to fewer (--hash, and the same rows in the plan)",
-                table=table, planned=planned, needed=ids.rows,
-            )  # fmt: skip
+            words = f"table {table!r} has {planned:,} rows in the plan; the log has {ids.kept.count:,} ids, and unknown ids"
+            way_out = "Plan with that many rows, or hash the ids to fewer (--hash, and the same rows in the plan)"
+            raise BadInput(f"{words} need one more row. {way_out}", table=table, planned=planned, needed=ids.rows)
         return IdMap.pruned(ids.kept, planned - ids.kept.count)
 
     def shard(self, tables: EmbeddingCollection, device: str) -> ShardedCollection:

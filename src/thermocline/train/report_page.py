@@ -13,51 +13,39 @@ from thermocline.report.numbers import Number, count, seconds, share, size
 from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
 
 MEASURES = {
-    "auc": "test AUC",
-    "logloss": "test LogLoss",
-    "ne": "test NE",
-    "hit_rate": "test HitRate@10",
-    "ndcg": "test NDCG@10",
-}
+    "auc": "test AUC", "logloss": "test LogLoss", "ne": "test NE", "hit_rate": "test HitRate@10", "ndcg": "test NDCG@10",
+}  # fmt: skip
 
 Point = Mapping[str, float]
 
 
 def train_page(
-    model: str,
-    settings: Mapping[str, Any],
-    result: Mapping[str, Any],
-    curve: Sequence[Point],
-    epochs: Sequence[Point],
+    model: str, settings: Mapping[str, Any], result: Mapping[str, Any], curve: Sequence[Point], epochs: Sequence[Point],
     ranks: int,
-) -> str:
+) -> str:  # fmt: skip
     """The page of a run: `curve` has points of the training, `epochs` the metrics after each epoch."""
     drawn = [*_progress(curve), *_epochs(epochs)]
-    memory = sum(result["memory"].values())
-    plain = 4 * settings["dim"] * result["rows"]
-    metrics = {name: _four(result[field]) for field, name in MEASURES.items() if field in result}
-    one_rank = ranks == 1
+    memory, plain = sum(result["memory"].values()), 4 * settings["dim"] * result["rows"]
+    one_rank, words = ranks == 1, "One run with one seed: small differences may be chance."
+    numbers = {name: _four(result[field]) for field, name in MEASURES.items() if field in result}
+    numbers["train loss"] = _four(result["train_loss"])
+    numbers["samples per second"] = count(round(result["samples"] / max(result["seconds"], 1e-9)))
+    numbers["tables" if one_rank else "tables, first rank"] = size(memory)
+    if one_rank and memory:
+        numbers["smaller than fp32 rows"] = Number(plain / memory, f"{plain / memory:.2f}x")
+    bytes_of = figures(_memory(result["memory"], plain if one_rank else None))
+    counts = [(name, count(number)) for name, number in result["stats"].items() if number]
     return page(
         f"Training a {model}",
         paragraph(
             f"{count(result['samples'])} samples on {count(ranks)} {'rank' if one_rank else 'ranks'} in "
             f"{seconds(result['seconds'])}; {count(result['rows'])} rows of {settings['dim']} columns."
         ),
-        facts(
-            metrics
-            | {
-                "train loss": _four(result["train_loss"]),
-                "samples per second": count(round(result["samples"] / max(result["seconds"], 1e-9))),
-                "tables" if one_rank else "tables, first rank": size(memory),
-            }
-            | ({"smaller than fp32 rows": _times(plain / memory)} if one_rank and memory else {})
-        ),
+        facts(numbers),
         section("Progress", figures(*drawn)) if drawn else "",
-        section(
-            "Memory of the tables", figures(_memory(result["memory"], plain if one_rank else None)), _stats(result["stats"])
-        ),
+        section("Memory of the tables", bytes_of, table(("counter", ""), counts) if counts else ""),
         section("Settings", table(("setting", "value"), [(name, str(value)) for name, value in settings.items()])),
-        foot="One run with one seed: small differences may be chance.",
+        foot=words,
     )
 
 
@@ -67,9 +55,8 @@ def _progress(curve: Sequence[Point]) -> Iterable[Html]:
         return
     across = Axis(0.0, curve[-1]["step"], "steps", count)
     yield _line("Training loss", "Mean since the point before.", across, "loss", _points(curve, "loss"), _four, zero=False)
-    yield _line(
-        "Speed", "", across, "samples per second", _points(curve, "samples per second"), lambda value: count(round(value))
-    )
+    rates = _points(curve, "samples per second")
+    yield _line("Speed", "", across, "samples per second", rates, lambda value: count(round(value)))
     if hits := _hits(curve):
         drawn = lines("Cache hits", [Line("hits", hits)], across, Axis(0.0, 1.0, "of lookups", share))
         yield figure("Cache hits", drawn, "Share of lookups since the point before.")
@@ -108,9 +95,8 @@ def _epochs(epochs: Sequence[Point]) -> Iterable[Html]:
         return
     across = Axis(0.5, len(epochs) + 0.5, "epoch", lambda at: count(at) if at == round(at) else Number(at, ""))
     for field, name in MEASURES.items():
-        points = [
-            (float(number), one[field]) for number, one in enumerate(epochs, 1) if field in one and one[field] == one[field]
-        ]
+        numbered = [(float(number), one[field]) for number, one in enumerate(epochs, 1) if field in one]
+        points = [(number, value) for number, value in numbered if value == value]
         if points:
             yield _line(name[0].upper() + name[1:], "After each epoch.", across, name, points, _four, zero=False)
 
@@ -123,14 +109,5 @@ def _memory(parts: Mapping[str, int], plain: int | None) -> Html:
     return figure("Bytes of the tables", bars("Bytes of the tables", drawn, lambda value: size(round(value))), words)
 
 
-def _stats(stats: Mapping[str, int]) -> Html | str:
-    counts = [(name, count(number)) for name, number in stats.items() if number]
-    return table(("counter", ""), counts) if counts else ""
-
-
 def _four(value: float) -> Number:
     return Number(value, f"{value:.4f}")
-
-
-def _times(value: float) -> Number:
-    return Number(value, f"{value:.2f}x")

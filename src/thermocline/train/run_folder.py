@@ -1,7 +1,7 @@
 """The folder of a run: a checkpoint of `thermocline.save` whose `progress` holds the settings and the position of the run.
 
-Any reader of checkpoints opens it: `thermocline checkpoint inspect`, `serve`, `load`. A run resumes from the last save.
-Repeating the steps since gives equal numbers; on another device or number of ranks, sums are added in another order.
+A run resumes from the last save. Repeating the steps since gives equal numbers; on another device or number of ranks, sums are
+added in another order.
 """
 
 from __future__ import annotations
@@ -40,11 +40,8 @@ class RunFolder:
     def load(self) -> Progress | None:
         """Restore the run and return its progress; None if the folder is empty. All ranks call this together."""
         if (self.path / _OLD).exists():
-            raise FormatError(
-                f"'{self.path}' holds a run in an older format ({_OLD}); finish it with the version that began it, or use "
-                "another folder",
-                path=self.path / _OLD,
-            )
+            way_out = "finish it with the version that began it, or use another folder"
+            raise FormatError(f"'{self.path}' holds a run in an older format ({_OLD}); {way_out}", path=self.path / _OLD)
         saved = current_manifest(self.path)
         if saved is None:
             return None
@@ -54,15 +51,11 @@ class RunFolder:
 
     def _check(self, progress: Mapping[str, Any]) -> None:
         if "settings" not in progress or "run" not in progress:
-            raise BadInput(
-                f"'{self.path}' holds a checkpoint that `thermocline train` did not write; use another folder",
-                parameter="checkpoint", path=self.path,
-            )  # fmt: skip
+            words = f"'{self.path}' holds a checkpoint that `thermocline train` did not write; use another folder"
+            raise BadInput(words, parameter="checkpoint", path=self.path)
         saved = progress["settings"]
         for name, value in self.settings.items():
             if name not in _FREE and saved.get(name) != value:
-                raise BadInput(
-                    f"'{self.path}' holds a run with {name} {saved.get(name)}, not {value}; repeat its command to resume it, "
-                    "or use another folder",
-                    parameter=name, value=value, saved=saved.get(name),
-                )  # fmt: skip
+                words = f"'{self.path}' holds a run with {name} {saved.get(name)}, not {value}"
+                way_out = "repeat its command to resume it, or use another folder"
+                raise BadInput(f"{words}; {way_out}", parameter=name, value=value, saved=saved.get(name))

@@ -1,12 +1,10 @@
 """Training the sequence model, and its evaluation by the rank of the next item among all items.
 
 **Loss**: sampled softmax at every position of a history, with the logQ correction: the log of an item's probability of being
-drawn is subtracted from its score, so that hot items are not punished for being drawn often. A negative that equals the next
-item does not count.
+drawn is subtracted from its score. A negative that equals the next item does not count.
 
-**Evaluation**: all rows are ranked. Sampled candidates would flatter a model that is no better than chance on cold items. The
-rank is the number of other rows whose score is as high or higher, so a constant model ranks last. An item that the training
-part does not have is a miss.
+**Evaluation**: all rows are ranked. The rank is the number of other rows whose score is as high or higher, so a constant model
+ranks last. An item that the training part does not have is a miss.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from thermocline.ids.idmap import IdMap
 from thermocline.models import SequenceModel
 from thermocline.models.sequence import Predictions
 
-from .loop import Measured, TrainLoop
+from .loop import Measured, RunResult, TrainLoop
 from .ranks import ONE_RANK, TrainingRanks
 from .settings import ITEM_TABLE, SequenceSettings
 
@@ -34,37 +32,26 @@ EVALUATION_BATCH = 512
 ROW_BLOCK = 1 << 14  # rows ranked at a time
 
 
-@dataclass(frozen=True)
-class SequenceResult:
+@dataclass(frozen=True, kw_only=True)
+class SequenceResult(RunResult):
     """Metrics, memory and time of a finished run. HitRate and NDCG are at 10."""
 
     hit_rate: float
     ndcg: float
-    train_loss: float  # mean over the last epoch
-    samples: int  # over all epochs
-    rows: int
-    memory: dict[str, int]  # bytes of this rank's table, by part
-    stats: dict[str, int]
-    seconds: float  # including the parts before a resume
 
 
 class SequenceRun(TrainLoop[Histories, SequenceResult]):
     """A sequence model in training. `log` replaces that of the settings."""
 
     def __init__(
-        self,
-        settings: SequenceSettings,
-        checkpoint: Path | None = None,
-        log: SequenceLog | None = None,
+        self, settings: SequenceSettings, checkpoint: Path | None = None, log: SequenceLog | None = None,
         ranks: TrainingRanks = ONE_RANK,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.settings = settings
         self.log = log or settings.log()
         if not self.log.samples or not self.log.trials:
-            raise BadInput(
-                f"the log has {self.log.samples} samples to train on and {self.log.trials} to test; both parts need some",
-                parameter="data", samples=self.log.samples,
-            )  # fmt: skip
+            counts = f"{self.log.samples} samples to train on and {self.log.trials} to test"
+            raise BadInput(f"the log has {counts}; both parts need some", parameter="data", samples=self.log.samples)
         self.ids = settings.id_map(self.log, ranks)
         self.model = settings.model(self.log, ranks)
         super().__init__(settings, self.model, self.log.samples, checkpoint, ranks)

@@ -56,14 +56,11 @@ class RunSettings:
         for name, least in (("dim", 1), ("batch", 1), ("epochs", 1), ("seed", 0)):
             self._check_least(name, least)
         if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise BadInput(
-                f"device is {self.device!r}, but torch finds no CUDA device; use cpu, or run: thermocline doctor",
-                parameter="device", value=self.device,
-            )  # fmt: skip
+            words = f"device is {self.device!r}, but torch finds no CUDA device; use cpu, or run: thermocline doctor"
+            raise BadInput(words, parameter="device", value=self.device)
         if self.plain and (self.precision != "fp32" or self.cache):
-            raise BadInput(
-                f"plain tables are fp32 without a cache; precision is {self.precision!r}, cache {self.cache}", parameter="plain"
-            )
+            words = f"plain tables are fp32 without a cache; precision is {self.precision!r}, cache {self.cache}"
+            raise BadInput(words, parameter="plain")
 
     def _check_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:
@@ -108,11 +105,9 @@ class DLRMSettings(RunSettings):
         super().__post_init__()
         self._check_least("samples", 1)
         if (self.precision == AUTO) != (self.budget is not None):
-            raise BadInput(
-                f"precision is {self.precision!r} and budget {self.budget!r}; precision 'auto' needs a budget for rows and "
-                "cache, such as 2GiB, and other precisions take none",
-                parameter="budget", value=self.budget,
-            )  # fmt: skip
+            words = f"precision is {self.precision!r} and budget {self.budget!r}"
+            way_out = "precision 'auto' needs a budget for rows and cache, such as 2GiB, and other precisions take none"
+            raise BadInput(f"{words}; {way_out}", parameter="budget", value=self.budget)
         if self.test is not None and self.data is None:
             raise BadInput(f"test is '{self.test}' but data is missing; give the file to train on", parameter="data")
 
@@ -140,10 +135,8 @@ class DLRMSettings(RunSettings):
         if isinstance(train, FileLog) and isinstance(test, FileLog):
             (train, maps), (test, _) = train.raw(), test.raw()
         elif not isinstance(train, SyntheticLog):
-            raise BadInput(
-                f"'{self.data}' holds pairs, which have no heat by raw id; plans need a click log with C1, C2, ...",
-                parameter="data", value=self.data,
-            )  # fmt: skip
+            words = f"'{self.data}' holds pairs, which have no heat by raw id; plans need a click log with C1, C2, ..."
+            raise BadInput(words, parameter="data", value=self.data)
         fitted = {f"C{n + 1}": ranks.fit(f"C{n + 1}", each or IdMap.identity(rows[n])) for n, each in enumerate(maps)}
         tables = [Table(name, each.rows, self.dim, ids=each) for name, each in fitted.items()]
         made = self._collection(tables, ranks, stochastic=self.stochastic)

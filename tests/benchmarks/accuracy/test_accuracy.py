@@ -21,13 +21,13 @@ from benchmarks.accuracy import benchmark as accuracy
 from benchmarks.accuracy import pareto
 from benchmarks.accuracy import rows as accuracy_rows
 from benchmarks.accuracy.arms import CONTROL, CRITEO, FP32, MOVIELENS, SYNTHETIC, ZEROED, AccuracyArm, arms_of
+from benchmarks.accuracy.recipes import LARGE
 from benchmarks.runner import record, show
 from benchmarks.runner.noninferiority import BETTER, EQUAL, PASSES, REJECTED, Difference, Interval, interval, student
 from benchmarks.runner.paired import RunResult
 from thermocline import EmbeddingCollection, FormatError, RowConfig, Table
 from thermocline.data import Clicks, MemoryLog
 from thermocline.train import DLRMSettings
-from thermocline.train.recipes import LARGE
 
 ASKED = Path(__file__).resolve().parents[3] / "benchmarks" / "asked.json"
 TINY = accuracy.AccuracyPlan(DLRMSettings(samples=1501, rows=5003), dims=(8,), seeds=2, filter="int4-stochastic-1%")

@@ -20,11 +20,11 @@ from benchmarks.exchange import step as exchange_step
 from benchmarks.exchange.network import Counted, Net
 from benchmarks.exchange.rank import without_overlap
 from benchmarks.exchange.step import Clock, Dense, Steps, load_batches
+from benchmarks.plan.baselines import make_baseline_plan
 from benchmarks.runner import show
 from benchmarks.runner.record import Recorder
 from thermocline.heat.curve import Curve
 from thermocline.plan.cost.phases import RowKinds
-from thermocline.plan.make import make_baseline_plan
 from thermocline.plan.tables import TablesConfig
 from thermocline.plan.topology import GpuSpec, Link, Links, Topology
 

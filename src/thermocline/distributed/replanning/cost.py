@@ -24,8 +24,8 @@ from thermocline.plan.cost.memory import state_bytes
 from thermocline.plan.cost.phases import exchange_latency, exchange_phases, phase_latency, prefetch_latency
 from thermocline.plan.cost.step_cost import Cluster, Floats, request_probability
 from thermocline.plan.cost.step_work import Workload
+from thermocline.plan.make import tables_of_plan
 from thermocline.plan.model import LINK_CLASSES, Plan, TablePlan
-from thermocline.plan.replan_inputs import tables_of_plan
 
 BLOCK = 1 << 18  # rows compared at a time
 

@@ -27,8 +27,8 @@ from thermocline.ids.idmap import IdMap
 from thermocline.plan.cost.memory import state_bytes
 from thermocline.plan.cost.phases import exchange_latency
 from thermocline.plan.cost.step_cost import Cluster
+from thermocline.plan.make import plan_with_heat
 from thermocline.plan.model import Plan
-from thermocline.plan.replan_inputs import plan_with_heat
 from thermocline.plan.units import show_bytes, show_seconds
 
 from .cost import LINKS, MigrationVolume, migration_volume, step_seconds, table_heat, total_step

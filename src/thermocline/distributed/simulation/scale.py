@@ -13,8 +13,8 @@ import numpy as np
 
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
+from thermocline.plan.make import plan_with_heat
 from thermocline.plan.model import LINK_CLASSES, Plan
-from thermocline.plan.replan_inputs import plan_with_heat
 from thermocline.report.axes import Axis, from_zero
 from thermocline.report.charts import Line, lines
 from thermocline.report.numbers import count, seconds, share, size

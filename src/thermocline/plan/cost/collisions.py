@@ -1,27 +1,6 @@
-"""The loss by collisions: the share of what a table could learn that is lost when ids share rows.
+"""The loss by collisions: the share of what a table could learn that is lost when ids share rows (model in docs/levers.md).
 
-**Model.** A row can express one effect. The ids of a feature have independent effects of equal variance, and id i takes the
-share p_i of the lookups. Ids that share a row all get their mean effect, weighted by lookups, which is where training takes
-the row. A lookup of id i then finds p_i / (p_i + X_i) of its own effect, where X_i is the heat of the other ids on its row.
-Lost over all lookups:
-
-    harm = sum_i p_i (1 - E[p_i / (p_i + X_i)])
-
-It is 0 where every id has its own row, and 1 - sum_i p_i^2 where all share one. A cold id hardly harms a hot one; a hot id
-almost erases a cold one; ten ids of equal heat on one row lose 90%. Rejected: the share of lookups with a shared row (a hot id
-with one cold companion would count as lost), and the chance that two lookups meet, (1 - sum p_i^2) / rows, which treats a hot
-id as harmed by any companion.
-
-**Hashed to n rows**, X_i is a sum of independent terms. With 1 / x = integral of exp(-s x) the expectation becomes
-
-    E[p_i / (p_i + X_i)] = p_i integral_0^inf exp(-s p_i) prod_{j != i} (1 - (1 - exp(-s p_j)) / n) ds
-
-one integral over s, smooth in log s, for any n and any number of ids: steps of a curve enter as powers. For n = 1 it has a
-closed form. Harm falls convexly with n (for Poisson's approximation of the product: with u(s) = sum_j 1 - exp(-s p_j) as
-variable, 1 - harm is the mean over t, exponential, of W(n t), where W is concave because w(u) = sum p^2 e^(-sp) / sum p
-e^(-sp) falls as s removes the hot ids). Equal slopes are therefore optimal, and one multiplier finds them.
-
-    K  steps of a curve, hottest first      S  nodes of the integral      N  numbers of shared rows
+K  steps of a curve, hottest first      S  nodes of the integral      N  numbers of shared rows
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """Access statistics of every table: the heat curve over all its rows, and the lookups per sample.
 
-A profiled log is a sample. Rows that it has not shown will be looked up later, and rows that it has shown once are colder than
-once: raw counts predict too few distinct rows wherever a step is not small beside the log (Criteo's largest columns, 55,000
-samples profiled: 13% too few in 16,384 samples, 34% in 55,000). With f1 rows seen once and f2 seen twice, f1 / (f1 + 2 f2) of
-a lookup is taken from every seen row (absolute discounting) and given to f1² / (2 f2) unseen rows (Chao's estimate of their
-number), as far as the table has so many. All predictions are then within 5%. Spreading the discount over all unseen rows was
-up to 19% too many.
-
-Lookups per sample are taken from the last three eighths of the log: readers of Globo had histories of 6.4 clicks in the first
-half of their log, 6.0 at the end of that half, and 5.9 in the second half.
+A log is a sample: lookups are moved from rows seen once to unseen rows, and lookups per sample are those of its last three
+eighths (docs/planner.md has the reasons and the errors).
 """
 
 from __future__ import annotations
@@ -26,6 +19,7 @@ from thermocline.plan.tables import TableConfig
 from .step_cost import INDEPENDENT, Cluster, EffectiveShare, request_probability
 
 HeatInput = HeatProfile | Mapping[str, Curve]
+_WAY_OUT = "profile its column, or name the table's features in the tables file"
 _ONE_RANK = Cluster(1, 1, 1.0, 1.0, 1.0)
 
 
@@ -41,8 +35,7 @@ class AccessStats(NamedTuple):
     rare: tuple[int, int] = (0, 0)  # rows seen once and twice
 
     def effective_share(self, batch: int, gpus_per_node: int, nodes: int) -> EffectiveShare:
-        """The share of independent lookups in the batches of a rank, a node and the cluster: interpolated in the logarithm of
-        the batch size, constant beyond the counted sizes."""
+        """The share of independent lookups in the batches of a rank, a node and the cluster, interpolated in log(samples)."""
         if not self.repeats:
             return INDEPENDENT
         sizes, shares = np.array(self.repeats).T
@@ -110,23 +103,18 @@ def effective_shares(table: TableHeat, curve: Curve) -> tuple[tuple[float, float
 def _given_curve(heat: Mapping[str, Curve], table: TableConfig) -> Curve:
     found = [heat[name] for name in (table.name, *table.feature_names) if name in heat]
     if not found:
-        raise BadInput(
-            f"heat has no curve for table {table.name!r} (features {', '.join(table.feature_names)}); it has "
-            f"{', '.join(sorted(heat)) or 'none'}: profile its column, or name its features in the tables file",
-            table=table.name,
-        )
+        features, there = ", ".join(table.feature_names), ", ".join(sorted(heat)) or "none"
+        message = f"heat has no curve for table {table.name!r} (features {features}); it has {there}: {_WAY_OUT}"
+        raise BadInput(message, table=table.name)
     return found[0]
 
 
 def _profiled(heat: HeatProfile, table: TableConfig, shuffled: bool) -> tuple[Curve, float, tuple[int, int]]:
     missing = [name for name in table.feature_names if name not in heat.tables]
     if missing:
-        raise BadInput(
-            f"table {table.name!r} is looked up by {', '.join(missing)}, which the heat file has not counted; it has "
-            f"{', '.join(heat.tables)}: profile the column, or name the table's features in the tables file",
-            table=table.name,
-            missing=tuple(missing),
-        )
+        counted = f"the heat file has not counted; it has {', '.join(heat.tables)}"
+        message = f"table {table.name!r} is looked up by {', '.join(missing)}, which {counted}: {_WAY_OUT}"
+        raise BadInput(message, table=table.name, missing=tuple(missing))
     parts = [heat.tables[name] for name in table.feature_names]
     curve, rare = _joint_curve(heat, parts)
     return curve, sum(part.per_sample if shuffled else part.recent for part in parts), rare

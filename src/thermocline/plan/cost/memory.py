@@ -1,16 +1,4 @@
-"""Bytes of a table by part, without making one: the arithmetic of `module.memory()`.
-
-    part              per row                       per cache slot, fp32 / int8
-    codes             ceil(bits * dim / 8)          -
-    metadata          0, 4 or 8                     -
-    cache             -                             4 * dim  /  4 + dim, to whole words
-    maps              -                             32: row, score, displaced word, sketch
-    optimizer state   0, 4, 4 * dim or 8 * dim      -
-
-Slots are shares of the rows, so every part is linear in the rows. `bytes_per_row` gives the parts of one row, without
-alignment and counters (a few hundred bytes per table); `table_bytes` gives those of a whole table to the byte. Tests compare
-both with modules.
-"""
+"""Bytes of a table by part, without making one: the arithmetic of `module.memory()`, with which tests compare it."""
 
 from __future__ import annotations
 
@@ -49,27 +37,22 @@ def parse_precision(precision: Precision, cache: float = 0.0, near: float = 0.0)
         _check_share("cache", cache)
         _check_share("near", near)
         if near and precision not in INT8_SLOTS_OVER:
-            raise BadInput(
-                f"near is {near} and precision {precision!r}; int8 slots are for {' and '.join(INT8_SLOTS_OVER)} rows",
-                parameter="near",
-                value=near,
-            )
+            message = f"near is {near} and precision {precision!r}; int8 slots are for {' and '.join(INT8_SLOTS_OVER)} rows"
+            raise BadInput(message, parameter="near", value=near)
         return RowPrecision(precision) if precision in FLOATS else RowPrecision(precision, cache, near)
     shares = dict(precision)
     if cache or near:
-        raise BadInput(
-            f"cache is {cache or near}, but precision {shares} already says what is cached; drop the cache", parameter="cache"
-        )
+        message = f"cache is {cache or near}, but precision {shares} already says what is cached; drop the cache"
+        raise BadInput(message, parameter="cache")
     for name, share in shares.items():
         _check_share(f"precision {name!r}", share)
     bases = [name for name in (*INT8_SLOTS_OVER, "int8") if name in shares]
     if not bases or set(shares) - {bases[0], "fp32", "int8"} or abs(sum(shares.values()) - 1) > 1e-6:
-        raise BadInput(
+        message = (
             f"precision is {shares}, with the sum {sum(shares.values()):g}; shares have the sum 1 and name 'int8' with 'fp32', "
-            "or 'int4' or 'int2' with 'fp32', 'int8' or both",
-            parameter="precision",
-            value=shares,
+            "or 'int4' or 'int2' with 'fp32', 'int8' or both"
         )
+        raise BadInput(message, parameter="precision", value=shares)
     return RowPrecision(bases[0], float(shares.get("fp32", 0.0)), 0.0 if bases[0] == "int8" else float(shares.get("int8", 0.0)))
 
 
@@ -89,9 +72,8 @@ def state_bytes(dim: int, optimizer: str | None) -> int:
     if optimizer is None:
         return 0
     if optimizer not in _STATES:
-        raise BadInput(
-            f"optimizer is {optimizer!r}; use one of {', '.join(F.OPTIMIZERS)}", parameter="optimizer", value=optimizer
-        )
+        message = f"optimizer is {optimizer!r}; use one of {', '.join(F.OPTIMIZERS)}"
+        raise BadInput(message, parameter="optimizer", value=optimizer)
     per_row, per_column = _STATES[optimizer]
     return 4 * (per_row + per_column * dim)
 
@@ -174,9 +156,8 @@ def exchange_bytes(
 
 def _format(precision: str) -> int:
     if precision not in F.NAMES:
-        raise FormatError(
-            f"precision {precision!r} is not known; use one of {', '.join(F.NAMES)}", parameter="precision", value=precision
-        )
+        message = f"precision {precision!r} is not known; use one of {', '.join(F.NAMES)}"
+        raise FormatError(message, parameter="precision", value=precision)
     return F.NAMES.index(precision)
 
 

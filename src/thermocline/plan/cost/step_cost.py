@@ -1,33 +1,8 @@
 """The cost of one row in one step: expected bytes over every class of links, and through GPU memory.
 
-Requests. With n lookups of a table per rank and step, of which a share p goes to a row, the row is requested
-
-    by a given rank         q1 = 1 - (1 - p)^n
-    by a given node         qG = 1 - (1 - p)^(n G)       G GPUs per node
-    by any rank             qW = 1 - (1 - p)^(n W)       W = N G ranks, N nodes
-
-Consecutive samples of a log repeat ids more often than independent samples. Where the heat file has counted repeats, n is
-reduced to the number of independent lookups with as many distinct ids (`heat_input.AccessStats`).
-
-Only distinct rows travel: each rank (flat) or each node requests a row once. Bytes that one rank sends per step for one row,
-as a mean over ranks; i bytes of an id, b of a row on the wire, g of a gradient:
-
-    tier 3, flat       node     q1 (G-1)/W  (i | b | g)            ids, rows, gradients
-                       cluster  q1 (W-G)/W  (i | b | g)
-    tier 3, per node   node     q1 (G-1)/G  (i | b | g)            to the rank of the node with the owner's local rank
-                       cluster  qG/G (N-1)/N  (i | b | g)          and once from there to the owner
-    tier 2             node     q1 (G-1)/G  (i | b | g)
-                       cluster  (qG/G (N-1)/N + qW/W (N-1)) (i+g)  sync: to the rank that sums, and the sum to all nodes
-    tier 1             node     (q1 + qW) (G-1)/G (i+g)            sync inside the node
-                       cluster  as tier 2
-
-A row travels as it is stored; a row with an fp32 slot in fp32, a row with an int8 slot in int8.
-
-GPU memory. The owner reads an exchanged row; the receiver writes it to a buffer and reads it from there. An update reads and
-writes the row and its state on every rank with a copy, which is the cost of replicas even where no link is busy.
-
-Host memory. Codes may lie in host memory, split row-wise. Rows without a slot are then read over the host link for a lookup,
-and read and written for an update.
+docs/planner.md, "Cost of a step", has the formulas. Only distinct rows travel, so the cost depends on the probability that a
+row is requested by a rank, by a node, and by any rank. Codes in host memory are read over the host link for a lookup, and
+read and written for an update, unless the row has a slot.
 """
 
 from __future__ import annotations
@@ -73,10 +48,8 @@ class Cluster:
     def of(cls, topology: Topology, id_bytes: int = ID_BYTES) -> Cluster:
         links = topology.links
         if topology.nodes > 1 and links.cluster is None:
-            raise BadInput(
-                f"the topology has {topology.nodes} nodes, but no links.cluster between them: add it",
-                parameter="links.cluster",
-            )
+            message = f"the topology has {topology.nodes} nodes, but no links.cluster between them: add it"
+            raise BadInput(message, parameter="links.cluster")
         far = links.cluster or links.node
         return cls(
             topology.nodes, topology.gpus_per_node, topology.gpu.bandwidth,

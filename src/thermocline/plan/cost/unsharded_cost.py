@@ -1,8 +1,7 @@
 """The cost of tables that are not split into tiers: table-wise on one rank, or row-wise with pooling by the owners.
 
-A bag of L lookups whose rows lie on W ranks arrives as one fp32 sum from each owner, W (1 - (1 - 1/W)^L) of them; from a
-table-wise table, as one sum. Sums are fewer bytes than rows where bags are long and rows seldom repeat. Every occurrence of an
-id then travels, because the owner has to know its bag (`distributed/exchange/owner_pooling.py`).
+A bag of L lookups arrives as one fp32 sum from each of W (1 - (1 - 1/W)^L) owners, or from the rank of a table-wise table. Each
+occurrence of an id then travels, because the owner has to know its bag (`distributed/exchange/owner_pooling.py`).
 """
 
 from __future__ import annotations

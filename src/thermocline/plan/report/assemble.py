@@ -3,49 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from datetime import datetime, timezone
 from itertools import groupby
 from math import ceil
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from thermocline.plan import model as M
 from thermocline.plan.cost.phases import exchange_latency, phase_latency
 from thermocline.plan.cost.step_cost import CLUSTER, NODE, Floats
-from thermocline.plan.model import (
-    DIRECTIONS,
-    MEMORY_PARTS,
-    STEP_PARTS,
-    Alternative,
-    Goal,
-    Lever,
-    LinkClass,
-    Plan,
-    RankPlan,
-    Sensitivity,
-    StepPlan,
-    Suggestion,
-    TablePlan,
-    Tier,
-    Traffic,
-)
 from thermocline.plan.solve.solver import Problem, Score, Search, phases, prefetches
 from thermocline.plan.solve.tiers import OPTIONS, OWNER_POOLED, TABLE_WISE
-from thermocline.plan.tables import TableConfig, TablesConfig
-from thermocline.plan.topology import Topology
+from thermocline.plan.tables import TableConfig
 
+from . import table_cost as T
 from .reasons import Reasons, balance, plan_binding, table_reasons
-from .table_cost import (
-    LOOKUP,
-    MAPS,
-    SEND_GRADIENTS,
-    SEND_IDS,
-    SEND_ROWS,
-    SEND_SYNC,
-    UPDATE,
-    TableCost,
-    messages,
-    table_cost,
-)
+from .table_cost import TableCost, messages, table_cost
+
+if TYPE_CHECKING:
+    from thermocline.plan.make import PlanRequest
 
 CURVE_POINTS = 40  # of a heat curve, for charts
 _SECONDS_PARTS = ("lookup", "update", "rows", "gradients", "ids", "sync")  # in the order of `TableCost.seconds`
@@ -55,73 +32,60 @@ _OBJECTIVE = {
 }
 
 
-@dataclass(frozen=True)
-class PlanInputs:
-    """The fields of a plan that the solver does not know."""
-
-    tables: TablesConfig
-    topology: Topology
-    goal: Goal
-    heat: str
-    created: str
-    levers: Mapping[str, tuple[Lever, ...]]
-    sensitivities: tuple[Sensitivity, ...]
-    suggestions: tuple[Suggestion, ...]
-    notes: tuple[str, ...]
-
-
-def assemble(problem: Problem, scores: Sequence[tuple[str, Score]], search: Search, inputs: PlanInputs) -> Plan:
+def assemble(
+    request: PlanRequest, problem: Problem, scores: Sequence[tuple[str, Score]], search: Search,
+    levers: Mapping[str, tuple[M.Lever, ...]], sensitivities: tuple[M.Sensitivity, ...], suggestions: tuple[M.Suggestion, ...],
+) -> M.Plan:  # fmt: skip
     """The first of some solutions as a plan; the others are its candidates."""
-    best, workload = scores[0][1], problem.workload
+    best, workload, given = scores[0][1], problem.workload, request.tables
     costs = [table_cost(problem, best, table) for table in range(len(workload.tables))]
-    saves = inputs.sensitivities[0].saves or 0.0 if inputs.sensitivities else 0.0  # with more memory
+    saves = sensitivities[0].saves or 0.0 if sensitivities else 0.0  # with more memory
     why = table_reasons(problem, best, search, saves)
-    tables = tuple(
-        _table(problem, best, n, costs[n], given, why, inputs.levers.get(given.name, ()))
-        for n, given in enumerate(inputs.tables.tables)
-    )
     sent, kept, host = (sum(each) for each in zip(*((cost.sent, cost.kept, cost.host) for cost in costs), strict=True))
-    return Plan(
-        created=inputs.created,
-        goal=inputs.goal,
-        objective=_OBJECTIVE[inputs.goal],
-        heat=inputs.heat,
-        topology=inputs.topology,
+    goal: M.Goal = "train" if workload.gradient else "serve"
+    return M.Plan(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        goal=goal,
+        objective=_OBJECTIVE[goal],
+        heat=request.heat_sha256,
+        topology=request.topology,
         budget=workload.budget,
-        batch=inputs.tables.batch,
-        dense=inputs.tables.dense,
-        optimizer=inputs.tables.optimizer,
+        batch=given.batch,
+        dense=given.dense,
+        optimizer=given.optimizer,
         gradients="bf16" if workload.gradient == "bf16" else "fp32",
-        tables=tables,
+        tables=tuple(_table(problem, best, n, costs[n], t, why, levers.get(t.name, ())) for n, t in enumerate(given.tables)),
         ranks=_ranks(problem, best, costs),
         traffic=_traffic(sent, kept, messages(problem, best), host),
-        step=_step(problem, best, costs, inputs),
+        step=_step(problem, best, costs, given.batch),
         balance=balance(problem, best),
         binding=plan_binding(problem, best, search, saves),
-        sensitivities=inputs.sensitivities,
-        suggestions=inputs.suggestions,
+        sensitivities=sensitivities,
+        suggestions=suggestions,
         candidates=tuple(_candidate(name, found, workload.budget) for name, found in scores),
-        notes=inputs.notes,
+        notes=request.notes,
     )
 
 
-def _candidate(name: str, found: Score, budget: int) -> Alternative:
+def _candidate(name: str, found: Score, budget: int) -> M.Alternative:
     fits = found.peak_bytes <= budget
     detail = "" if fits else f"would take {found.time * 1e3:.3g} ms"
-    return Alternative(name=name, feasible=fits, time=found.time if fits else None, bytes=ceil(found.peak_bytes), detail=detail)
+    return M.Alternative(
+        name=name, feasible=fits, time=found.time if fits else None, bytes=ceil(found.peak_bytes), detail=detail
+    )
 
 
 def _table(
-    problem: Problem, best: Score, n: int, cost: TableCost, given: TableConfig, why: Reasons, levers: tuple[Lever, ...]
-) -> TablePlan:  # fmt: skip
+    problem: Problem, best: Score, n: int, cost: TableCost, given: TableConfig, why: Reasons, levers: tuple[M.Lever, ...]
+) -> M.TablePlan:  # fmt: skip
     work, choice, ranks = problem.workload.tables[n], int(best.solution.choice[n]), problem.workload.cluster.world_size
     table_wise = choice == TABLE_WISE
     replicated = choice < OWNER_POOLED and cost.rows[0] == cost.rows.sum() and ranks > 1
     pooled = choice == OWNER_POOLED or (table_wise and bool(problem.table_wise.pooled[n]))
     travels = ranks > 1 and not replicated
     held = cost.bytes * (1 if table_wise else ranks)
-    held[MAPS] += work.id_map_bytes * ranks
-    return TablePlan(
+    held[T.MAPS] += work.id_map_bytes * ranks
+    return M.TablePlan(
         name=given.name,
         rows=work.rows,
         dim=given.dim,
@@ -140,7 +104,7 @@ def _table(
         wire_rows="fp32" if pooled else work.precision.base,
         wire_gradients=problem.workload.gradient or "none",
         levers=levers,
-        bytes={part: round(size) for part, size in zip(MEMORY_PARTS, held, strict=True)},
+        bytes={part: round(size) for part, size in zip(M.MEMORY_PARTS, held, strict=True)},
         traffic=_traffic(cost.sent, cost.kept, np.zeros((2, 4)), cost.host),
         time={name: float(second) for name, second in zip(_SECONDS_PARTS, cost.seconds, strict=True)},
         runner_up=why.runner_up[n],
@@ -149,7 +113,7 @@ def _table(
     )
 
 
-def _tiers(problem: Problem, best: Score, n: int, cost: TableCost) -> tuple[Tier, ...]:
+def _tiers(problem: Problem, best: Score, n: int, cost: TableCost) -> tuple[M.Tier, ...]:
     work, grid, choice = problem.workload.tables[n], problem.grid, int(best.solution.choice[n])
     ends = np.cumsum(cost.rows)
     heat_K = grid.share[n, : grid.steps[n]] * work.curve.lookups  # lookups of a row in the heat file
@@ -163,7 +127,7 @@ def _tiers(problem: Problem, best: Score, n: int, cost: TableCost) -> tuple[Tier
         plain = tier == 1 and choice < OWNER_POOLED and OPTIONS[choice].plain
         fp32, int8 = (0, 0) if plain else (round(float(cost.fp32[tier - 1])), round(float(cost.int8[tier - 1])))
         tiers.append(
-            Tier(
+            M.Tier(
                 tier=tier, rows=rows, threshold=float(heat_K[last]), lookups=min(float(cost.lookups[tier - 1]), 1.0),
                 precision="fp32" if plain else work.precision.base, cached=fp32, near=int8,
             )
@@ -179,39 +143,39 @@ def _curve_points(problem: Problem, n: int) -> tuple[tuple[float, float], ...]:
     return tuple((round(float(reach_K[k]), 3), round(min(float(taken_K[k]), 1.0), 6)) for k in at)
 
 
-def _traffic(sent: Floats, kept: Floats, sends: Floats, host: Floats) -> tuple[Traffic, ...]:
+def _traffic(sent: Floats, kept: Floats, sends: Floats, host: Floats) -> tuple[M.Traffic, ...]:
     """The non-zero entries of bytes and messages by link and direction."""
     lines = []
-    classes: tuple[tuple[LinkClass, Floats, Floats], ...] = (
+    classes: tuple[tuple[M.LinkClass, Floats, Floats], ...] = (
         ("card", kept, np.zeros(4)),
         ("host", host, np.zeros(4)),
         ("node", sent[NODE], sends[NODE]),
         ("cluster", sent[CLUSTER], sends[CLUSTER]),
     )
     for link, bytes_, count in classes:
-        for direction, size, messages_ in zip(DIRECTIONS, bytes_, count, strict=True):
+        for direction, size, messages_ in zip(M.DIRECTIONS, bytes_, count, strict=True):
             if size > 0:
-                lines.append(Traffic(link=link, direction=direction, bytes=float(size), messages=float(messages_)))
+                lines.append(M.Traffic(link=link, direction=direction, bytes=float(size), messages=float(messages_)))
     return tuple(lines)
 
 
-def _ranks(problem: Problem, best: Score, costs: Sequence[TableCost]) -> tuple[RankPlan, ...]:
+def _ranks(problem: Problem, best: Score, costs: Sequence[TableCost]) -> tuple[M.RankPlan, ...]:
     """Runs of consecutive ranks with equal content."""
     rank_T, ranks = best.solution.rank, problem.workload.cluster.world_size
-    everywhere = sum((c.bytes for c, rank in zip(costs, rank_T, strict=True) if rank < 0), np.zeros(len(MEMORY_PARTS)))
-    everywhere[MAPS] += problem.grid.id_maps.sum()
+    everywhere = sum((c.bytes for c, rank in zip(costs, rank_T, strict=True) if rank < 0), np.zeros(len(M.MEMORY_PARTS)))
+    everywhere[T.MAPS] += problem.grid.id_maps.sum()
     table_wise: dict[int, list[int]] = {}
     for table in np.flatnonzero(rank_T >= 0):
         table_wise.setdefault(int(rank_T[table]), []).append(int(table))
     groups = []
     for held, run in groupby(range(ranks), key=lambda rank: tuple(table_wise.get(rank, ()))):
         numbers = list(run)
-        each = everywhere + sum((costs[table].bytes for table in held), np.zeros(len(MEMORY_PARTS)))
+        each = everywhere + sum((costs[table].bytes for table in held), np.zeros(len(M.MEMORY_PARTS)))
         groups.append(
-            RankPlan(
+            M.RankPlan(
                 first=numbers[0],
                 count=len(numbers),
-                bytes=dict(zip(MEMORY_PARTS, _whole_bytes(each), strict=True)),
+                bytes=dict(zip(M.MEMORY_PARTS, _whole_bytes(each), strict=True)),
                 host=round(float((problem.grid.host * problem.grid.rows.sum(axis=1)).sum()) / ranks),
                 tables=tuple(problem.workload.tables[table].name for table in held),
             )
@@ -225,7 +189,7 @@ def _whole_bytes(parts: Floats) -> list[int]:
     return [int(size) for size in np.diff(ends, prepend=0.0)]
 
 
-def _step(problem: Problem, best: Score, costs: Sequence[TableCost], inputs: PlanInputs) -> StepPlan:
+def _step(problem: Problem, best: Score, costs: Sequence[TableCost], batch: int) -> M.StepPlan:
     """The step by part: the work of all ranks, of the busiest rank with table-wise tables, and latencies."""
     workload, solution = problem.workload, best.solution
     total = sum((c.seconds for c, rank in zip(costs, solution.rank, strict=True) if rank < 0), np.zeros(6))
@@ -234,27 +198,27 @@ def _step(problem: Problem, best: Score, costs: Sequence[TableCost], inputs: Pla
         own_R = np.zeros((workload.cluster.world_size, 6))
         for table in at:
             own = costs[table].seconds.copy()
-            own[[LOOKUP, UPDATE]] -= problem.fixed[:, table]
+            own[[T.LOOKUP, T.UPDATE]] -= problem.fixed[:, table]
             own_R[solution.rank[table]] += own
-            total[[LOOKUP, UPDATE]] += problem.fixed[:, table]
-        busiest = own_R[int(np.argmax(own_R[:, [LOOKUP, UPDATE, SEND_ROWS, SEND_GRADIENTS]].sum(axis=1)))].copy()
-        busiest[SEND_IDS] = own_R[:, SEND_IDS].max()
+            total[[T.LOOKUP, T.UPDATE]] += problem.fixed[:, table]
+        busiest = own_R[int(np.argmax(own_R[:, [T.LOOKUP, T.UPDATE, T.SEND_ROWS, T.SEND_GRADIENTS]].sum(axis=1)))].copy()
+        busiest[T.SEND_IDS] = own_R[:, T.SEND_IDS].max()
         total += busiest
     excess = problem.hot_owner.loads(solution.choice, solution.second).excess()
-    total[[SEND_IDS, SEND_ROWS, SEND_GRADIENTS, SEND_SYNC, LOOKUP]] += excess  # in the order of `hot_owner.PARTS`
+    total[[T.SEND_IDS, T.SEND_ROWS, T.SEND_GRADIENTS, T.SEND_SYNC, T.LOOKUP]] += excess  # in the order of `hot_owner.PARTS`
     seconds = {name: float(second) for name, second in zip(_SECONDS_PARTS, total, strict=True)}
     seconds["dense"] = workload.dense + workload.below
-    parts = {name: seconds[name] for name in STEP_PARTS}
+    parts = {name: seconds[name] for name in M.STEP_PARTS}
     exchanges, prefetch = phases(problem, best), prefetches(workload, best)
     for phase in exchanges:
         parts[phase.part] += exchange_latency(workload.cluster, phase.scope)
     hidden = min(best.hidden, workload.dense) + min(best.exposed, workload.below) if prefetch else 0.0
     step = sum(parts.values()) - hidden
-    samples = inputs.tables.batch * workload.cluster.world_size
+    samples = batch * workload.cluster.world_size
     # Requests follow each other: the slowest of memory, links and dense part limits their rate.
     links = parts["rows"] + parts["ids"] - sum(phase_latency(workload.cluster, exchanges))
     slowest = step if workload.gradient is not None else max(parts["lookup"], links, parts["dense"])
-    return StepPlan(
+    return M.StepPlan(
         parts=parts,
         overlaps=("ids", "rows", *(("gradients", "sync") if workload.below else ())) if prefetch else (),
         hidden=hidden,

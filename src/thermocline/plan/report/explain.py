@@ -1,8 +1,4 @@
-"""A plan as text: what `plan show` prints, and the sums that its JSON adds to the plan.
-
-Up to ten tables are described one by one. For more, tables with equal choices are grouped, and only those that take most of
-the step are described. The HTML page (`page.py`) uses the same words and lists all tables.
-"""
+"""A plan as text: what `plan show` prints, and the sums that its JSON adds to the plan. The HTML page uses the same words."""
 
 from __future__ import annotations
 
@@ -283,13 +279,16 @@ def _description(plan: Plan, table: TablePlan) -> list[str]:
     ]
 
 
+def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Rows of cells as lines; columns with numbers are right-aligned."""
+    columns = list(zip(*rows, strict=True))
+    signs = [">" if any(isinstance(cell, Number) for cell in column) else "<" for column in columns]
+    widths = [f"{sign}{max(len(str(cell)) for cell in column)}" for sign, column in zip(signs, columns, strict=True)]
+    return ["  ".join(format(str(cell), width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def _section(heading: str, rows: Sequence[Sequence[object]]) -> list[str]:
-    """A heading and aligned columns; columns with numbers are right-aligned."""
-    signs = [">" if any(isinstance(cell, Number) for cell in column) else "<" for column in zip(*rows, strict=True)]
-    columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
-    widths = [f"{sign}{max(map(len, column))}" for sign, column in zip(signs, columns, strict=True)]
-    lines = ["  " + "  ".join(map(format, line, widths)).rstrip() for line in zip(*columns, strict=True)]
-    return [heading, *(lines or ["  nothing"])]
+    return [heading, *(f"  {line}" for line in aligned(rows) or ["nothing"])]
 
 
 def _printable(line: str) -> str:

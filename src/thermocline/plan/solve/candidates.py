@@ -1,13 +1,8 @@
 """The candidate plans: baselines that need no search, and searches over different sets of choices. The best one wins.
 
-Baselines: every table row-wise, row-wise per node, table-wise, replicated on every GPU, or replicated once per node. Each
-search allows another set of choices, because latency makes mixed exchanges more expensive than the sum of their parts: flat,
-per node, or both; with and without replicas; with and without table-wise tables. The first replicated row costs as many waits
-as a million (`phases.py`), which no price of a row expresses, so whole plans with and without replicas are compared. The
-result is never worse than a baseline.
-
-Table-wise tables are packed after they were chosen, and a few large ones leave most ranks idle. Searches therefore allow only
-tables whose work is at most a given share of the step, for several shares.
+Latency makes mixed exchanges more expensive than the sum of their parts, and the first replicated row costs as many waits as a
+million; no price of a row expresses either, so whole plans over different sets of choices are compared. Table-wise tables are
+packed after they were chosen, and a few large ones would leave most ranks idle: searches limit the share of the step of each.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ PLAIN = np.array([option.plain for option in OPTIONS] + [False, False])[:, None]
 NO_COPIES = ~SPLIT | (~PLAIN & np.array([tiers == (3,) for tiers in TIER_SETS]))
 NO_TIER_3 = SPLIT & np.array([3 not in tiers for tiers in TIER_SETS])
 REFINED, FEW_TABLES = 3, 16  # so many of the best candidates are improved by local search where tables are few, else one
-OFTEN = 0.5  # `replicated_plans` copies rows that a node requests in a step with at least this probability
 PARTS = (0.02, 0.1, 0.5)  # shares of the step that one table-wise table may take on its rank
 
 
@@ -50,16 +44,6 @@ def baseline_plans(problem: Problem) -> Iterator[tuple[str, Score]]:
         smaller = allowed[:, 2, 0] & (plain_bytes < slot_bytes)
         if smaller.any():
             yield "full replication in fp32", score(problem, np.where(smaller, 2, 0), steps, steps)
-
-
-def replicated_plans(problem: Problem) -> Iterator[tuple[str, Score]]:
-    """Plans with replicas, whether they pay or not, for measurements: rows that a node requests in at least every other step
-    are replicated, the others are requested once per node."""
-    if problem.allowed()[:, 1, TIER_SETS.index((2, 3))].all():
-        hot = (problem.grid.requested.node >= OFTEN).sum(axis=1)
-        zero = np.zeros_like(hot)
-        yield "hot rows once a node", score(problem, zero + 1, zero, hot)
-        yield "hot rows on every card", score(problem, zero + 1, hot, hot)
 
 
 def searches(problem: Problem, step: float) -> Iterator[tuple[str, Search]]:

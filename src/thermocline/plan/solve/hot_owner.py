@@ -1,18 +1,10 @@
 """The excess of an exchange over its mean, caused by the single owner of a hot row.
 
-Owners are chosen so that all ranks have equal work (`balance.py`), and an exchange takes its mean time while no single row
-exceeds the share of one rank. On W ranks the owner of the hottest row gets W requests for it, and the share of a rank is the
-distinct rows of one batch: from some thousand ranks on, the former is larger. An exchange ends with its busiest rank:
-
-    mean                              where no row stands out
-    hottest row + rows beside it      on the owner of the hottest row
-
-Rows beside it are those that block rotations cannot keep away: of each block, the hottest `MOST_ROWS` avoid a loaded rank, the
-others reach all ranks alike. All tables share one exchange, and their hottest rows have different owners: one maximum and one
-mean over all tables. The excess is therefore no price of a row or table; `score` adds it to the cost of a whole solution.
-Three exchanges are considered, each with its hottest row: rows requested from owners, rows requested once per node, and the
-sync of replicas between nodes. Inside a node there are too few ranks for an effect. Tables pooled by owners receive every
-lookup, so a hot row counts once per lookup, and other tables are taken as even.
+An exchange ends with its busiest rank: its mean where no row stands out, else the hottest row and the rows beside it, which
+are those that block rotations cannot keep away (all but the hottest `MOST_ROWS` of a block). All tables share one exchange,
+so the excess is no price of a row or table; `score` adds it to the cost of a whole solution. Considered are rows requested
+from owners, rows requested once per node, and the sync of replicas between nodes. Tables pooled by owners receive every
+lookup, so a hot row counts once per lookup there.
 """
 
 from __future__ import annotations
@@ -49,7 +41,8 @@ class ExchangeLoad(NamedTuple):
 
     def excess_with(self, other: ExchangeLoad) -> Floats:
         """The same [part, T], if one table at a time had its load in `other`."""
-        shared = np.maximum(_others_max(self.hottest), other.hottest) + _others_sum(self.rest) + other.rest
+        others_rest = self.rest.sum(axis=-1, keepdims=True) - self.rest
+        shared = np.maximum(_others_max(self.hottest), other.hottest) + others_rest + other.rest
         pooled = np.maximum(_others_max(self.pooled), other.pooled)
         return np.asarray(np.maximum(np.maximum(shared, 0.0).sum(axis=0), pooled), np.float64)
 
@@ -60,10 +53,6 @@ def _others_max(each: Floats) -> Floats:
         return np.zeros_like(each)
     two = np.partition(each, -2, axis=-1)[..., -2:]
     return np.where(each == two[..., 1:], two[..., :1], two[..., 1:])
-
-
-def _others_sum(each: Floats) -> Floats:
-    return np.asarray(each.sum(axis=-1, keepdims=True) - each, np.float64)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,4 @@
-"""The precision of each table: the best that fits, with as few bits below int8 as memory allows.
-
-Time alone would choose the fewest bits, because they travel fastest; no formula here knows their cost in accuracy. Precisions
-are therefore ordered, best first, as `benchmarks accuracy` measured them. Every table starts with the best. While row-wise
-sharding of all tables does not fit, the table that frees most bytes per lookup goes one precision down. A precision in the
-tables file is kept.
-"""
+"""The precision of each table: the best that fits, because time alone would choose the fewest bits (docs/planner.md)."""
 
 from __future__ import annotations
 
@@ -20,28 +14,16 @@ PRECISION_ORDER = (
     RowPrecision("int2", 0.01, 0.05),
     RowPrecision("int2", 0.0, 0.02),
 )
-DEFAULT_CACHE = {"int8": 0.05, "fp8": 0.05}  # for a precision without a cache in the tables file
-_OTHER_CACHE = 0.01
-
-
-def given_precision(table: TableConfig) -> RowPrecision | None:
-    """The precision in the tables file, or None if the plan chooses."""
-    if table.precision is None:
-        return None
-    if not isinstance(table.precision, str):
-        return parse_precision(table.precision)
-    default = 0.0 if table.precision in FLOATS else DEFAULT_CACHE.get(table.precision, _OTHER_CACHE)
-    return parse_precision(table.precision, default if table.cache is None else table.cache)
 
 
 def precisions_of(table: TableConfig) -> tuple[RowPrecision, ...]:
-    """The precisions that a table may have, best first."""
-    given = given_precision(table)
-    if given is not None:
-        return (given,)
-    if table.cache is not None:
-        return tuple(precision._replace(fp32=table.cache) for precision in PRECISION_ORDER)
-    return PRECISION_ORDER
+    """The precisions that a table may have, best first: that of the tables file, or all."""
+    if isinstance(table.precision, str):
+        default = 0.0 if table.precision in FLOATS else 0.05 if table.precision in ("int8", "fp8") else 0.01
+        return (parse_precision(table.precision, default if table.cache is None else table.cache),)
+    if table.precision is not None:
+        return (parse_precision(table.precision),)
+    return tuple(each if table.cache is None else each._replace(fp32=table.cache) for each in PRECISION_ORDER)
 
 
 def stored_bytes(rows: float, dim: int, precision: RowPrecision, state: int) -> float:
@@ -51,12 +33,9 @@ def stored_bytes(rows: float, dim: int, precision: RowPrecision, state: int) -> 
 
 
 def choose_precisions(sizes: Sequence[Sequence[float]], lookups: Sequence[float], room: float) -> list[int]:
-    """The index of the precision of each table.
+    """The index of the precision of each table, from bytes of each in each precision (best first), lookups, and bytes of room.
 
-    Args:
-        sizes: Bytes of each table in each of its precisions, best first.
-        lookups: Lookups of each table.
-        room: Bytes for all tables. If even the last precisions do not fit, they are chosen.
+    While all tables do not fit, the table that frees most bytes per lookup goes down, to the last precision if need be.
     """
     chosen = [0] * len(sizes)
     total = sum(size[0] for size in sizes)

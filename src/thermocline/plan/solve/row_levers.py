@@ -1,21 +1,8 @@
-"""Levers that reduce the rows of features before sharding, decided from heat, with the bytes that they save.
+"""Levers that reduce the rows of features before sharding, decided from heat, with the bytes that they save (docs/levers.md).
 
-    hash_sizes(curves, budget, ...)     rows of each feature for a budget of bytes (or rows)
-    prune(heat, seen=1, ...)            no row for ids seen at most `seen` times
-    unify(columns, ...)                 features that share a table
-
-**Hash sizes.** Every feature gets two numbers: its `kept` hottest ids have rows of their own, and all others are hashed to
-`shared` rows. `kept=0` is the plain hash, `shared=1` a pruned table with one fallback row. A kept id costs its row and its
-place in the map, a shared row only itself. Both reduce the loss by collisions (`collisions.py`), weighted with the lookups of
-the feature. The choices of one feature are points (bytes, loss); only points on the lower convex hull are optimal for some
-price of a byte. Starting with the cheapest point of every feature, the step with the largest reduction per byte is taken until
-the budget is spent, which is optimal for the bytes spent so far. The last step is taken in part.
-
-A plain hash (`keep_hot=False`) has no map and suits features whose ids are not known in advance. A feature that is cheaper to
-list than to hash gets a row for each id there, too.
-
-**Bytes** are those of rows and maps: `row_bytes` per row (with optimizer state, if counted) and `id_bytes` per kept id, 8 in a
-sorted list and fewer in a bitmap of dense ids. With `row_bytes=1, id_bytes=0` they are rows.
+Hash sizes: the choices (kept, shared) of one feature are points (bytes, loss); only those on the lower convex hull are
+optimal for some price of a byte. From the cheapest point of every feature, the step with the largest reduction per byte is
+taken until the budget is spent; the last in part. With `row_bytes=1, id_bytes=0` bytes are rows.
 """
 
 from __future__ import annotations
@@ -155,13 +142,11 @@ class HashSizes:
         """The rows of each feature for a budget of bytes."""
         least = sum(cost.row for cost in self.costs.values())
         if budget < least:
-            raise BadInput(
+            message = (
                 f"the budget is {budget:.0f} bytes, but {len(self.costs)} features with one row each take {least:.0f} bytes: "
-                "raise the budget, or drop features",
-                parameter="budget",
-                available=budget,
-                needed=least,
+                "raise the budget, or drop features"
             )
+            raise BadInput(message, parameter="budget", available=budget, needed=least)
         chosen, price = _descend(self.hulls, self.costs, budget)
         return ReducedRows(tuple(cost.rows(name, *chosen[name]) for name, cost in self.costs.items()), price)
 
@@ -289,9 +274,8 @@ def prune(
         prune(profile.tables, seen=1, row_bytes=136).saved
     """
     if seen < 0:
-        raise BadInput(
-            f"seen is {seen}; use 0 to drop ids never looked up, 1 to drop ids looked up once", parameter="seen", value=seen
-        )
+        message = f"seen is {seen}; use 0 to drop ids never looked up, 1 to drop ids looked up once"
+        raise BadInput(message, parameter="seen", value=seen)
     features = []
     for name, table in heat.items():
         cost = _FeatureCost(table.curve(), _of(row_bytes, name), id_bytes)

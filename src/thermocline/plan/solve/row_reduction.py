@@ -1,19 +1,7 @@
-"""Row reduction: applies the requested levers to the tables before they are placed.
+"""Row reduction: applies the requested levers to the tables before they are placed: prune, then hash, then unify.
 
-A lever changes what a model learns, so it is applied only on request:
-
-    prune=1          no rows for ids seen at most once; they share one row per table
-    hash=0.125       rows by heat within an eighth of the bytes of all rows (or within "20GiB"), by `row_levers.HashSizes`
-    unify=4096       tables of at most 4,096 rows with equal dimension, pooling and precision become one
-
-Levers apply in this order: pruned ids are never kept by the hash, and tables are joined at their reduced size. Features of one
-table share an id space, so their counts are added first.
-
-Maps. Kept ids are a list or bitmap on *every* rank. If all rows fit on every GPU, an id costs 8 bytes beside each copy of its
-row. If not, most rows exist once in the cluster, and a kept id costs 32 KiB on 4,096 ranks; hash sizes count that and keep
-fewer ids.
-
-A table that a lever would not make smaller stays as it is, without a map.
+Kept ids are a list or bitmap on *every* rank, so on 4,096 ranks a kept id costs 32 KiB unless rows are replicated too; hash
+sizes count that and keep fewer ids. A table that a lever would not make smaller stays as it is, without a map.
 """
 
 from __future__ import annotations
@@ -55,17 +43,11 @@ class ReductionOptions:
 
     def __post_init__(self) -> None:
         if self.prune is not None and self.prune < 0:
-            raise BadInput(
-                f"prune is {self.prune}; use 0 to drop ids never seen, 1 to drop ids seen at most once",
-                parameter="prune",
-                value=self.prune,
-            )
+            message = f"prune is {self.prune}; use 0 to drop ids never seen, 1 to drop ids seen at most once"
+            raise BadInput(message, parameter="prune", value=self.prune)
         if self.unify is not None and self.unify < 1:
-            raise BadInput(
-                f"unify is {self.unify}; give the most rows of a table that may be joined, 1 or more",
-                parameter="unify",
-                value=self.unify,
-            )
+            message = f"unify is {self.unify}; give the most rows of a table that may be joined, 1 or more"
+            raise BadInput(message, parameter="unify", value=self.unify)
 
     def hash_bytes(self, total: float) -> float:
         """The byte budget of hash sizes, if all rows take `total` bytes."""
@@ -75,11 +57,8 @@ class ReductionOptions:
         except ValueError:
             return float(read_bytes(self.hash))
         if not number > 0:
-            raise BadInput(
-                f'hash is {self.hash}; give a share of the bytes of all rows, as 0.125, or bytes, as "20GiB"',
-                parameter="hash",
-                value=self.hash,
-            )
+            message = f'hash is {self.hash}; give a share of the bytes of all rows, as 0.125, or bytes, as "20GiB"'
+            raise BadInput(message, parameter="hash", value=self.hash)
         return number * total if number <= 1 else number
 
 
@@ -152,10 +131,8 @@ class RowReducer:
     def _ids_above(self, table: TableConfig, seen: int) -> int:
         """The number of ids of a table seen more than `seen` times."""
         if not isinstance(self.heat, HeatProfile):
-            raise BadInput(
-                f"pruning ids seen at most {seen} times needs counts of ids; give a heat file (--heat FILE.tc)",
-                parameter="heat",
-            )
+            message = f"pruning ids seen at most {seen} times needs counts of ids; give a heat file (--heat FILE.tc)"
+            raise BadInput(message, parameter="heat")
         return int((hottest_ids(self.heat, table.feature_names)[1] > seen).sum())
 
     def row_bytes(self) -> dict[str, float]:

@@ -1,15 +1,9 @@
 """Chooses a split for every table so that the step is shortest and every rank has room.
 
-The step takes A + max(0, H - dense): exposed time, and what the dense part does not hide (of ids, and of rows that the step
-before does not update). With a price lambda of memory and a weight mu of hidden time, tables are independent and each is
-solved exactly (`tiers.best_splits`). Bisection finds both prices in turn: at the right lambda memory is full, at the right mu
-H equals the dense time. Every solution on the way is scored exactly, with table-wise tables packed onto ranks and latencies
-added, and the best that fits is kept; an inexact price costs a little time and never feasibility. `local_search` then improves
-table by table.
-
-A MILP over the steps of all curves finds the same within 2% (tests/plan/test_solver.py) and takes minutes instead of seconds:
-1,000 tables have 300,000 steps. A knapsack over all tables after the bisection was removed: it gained at most 0.6% over the
-local search.
+With a price lambda of memory and a weight mu of hidden time, tables are independent and each is solved exactly
+(`tiers.best_splits`). Bisection finds both prices in turn: at the right lambda memory is full, at the right mu hidden time
+equals the dense time. Every solution on the way is scored exactly, with table-wise tables packed onto ranks and latencies
+added, and the best that fits is kept: an inexact price costs a little time and never feasibility.
 """
 
 from __future__ import annotations

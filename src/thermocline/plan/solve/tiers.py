@@ -1,16 +1,13 @@
 """The best split of every table into tiers, at given prices of memory and of hidden time.
 
-The hottest rows are tier 1, the next tier 2, the rest tier 3, so a split is two positions on the heat curve. Its cost is
-additive over rows. With prefix sums over the curve of A (exposed seconds), H (seconds that the dense part may hide) and M
-(bytes per rank) of the first i steps in tier j, the split (i1, i2) costs
+A split is two positions on the heat curve. Its cost is additive over rows: with prefix sums over the curve of the cost C =
+exposed + mu hidden + lambda bytes of the first i steps in each tier, the split (i1, i2) costs
 
-    C1[i1] + C2[i2] - C2[i1] + C3[K] - C3[i2],      C = A + mu H + lambda M
+    C1[i1] + C2[i2] - C2[i1] + C3[K] - C3[i2]
 
-and the best of all K²/2 splits takes one pass from the back. Where a tier ends inside the table, a bitmap of its rows is needed
-(one bit per row), so every set of tiers is solved apart. A plan is two thresholds per table, which is all that plan.json holds.
-
-An option is a way to exchange (flat or per node), and the precision of tier 1: that of the other tiers with slots, or plain
-fp32, which is smaller where nearly all rows would have slots.
+and the best of all splits takes one pass from the back. Where a tier ends inside the table, a bitmap of its rows is needed,
+so every set of tiers is solved apart. An option is a way to exchange, and whether tier 1 is plain fp32, which is smaller
+where nearly all rows would have slots.
 """
 
 from __future__ import annotations

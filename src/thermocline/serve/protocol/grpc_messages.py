@@ -25,18 +25,10 @@ _STREAMED = b"\x12"  # field 2 of ModelStreamInferResponse, length-delimited
 
 # Datatype -> field of InferTensorContents. FP16 has none.
 _CONTENTS = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-}
+    "BOOL": "bool_contents", "FP32": "fp32_contents", "FP64": "fp64_contents", "INT64": "int64_contents",
+    "UINT64": "uint64_contents", **{f"INT{bits}": "int_contents" for bits in (8, 16, 32)},
+    **{f"UINT{bits}": "uint_contents" for bits in (8, 16, 32)},
+}  # fmt: skip
 
 
 def parse(name: str, data: bytes) -> Any:
@@ -54,10 +46,8 @@ def read_request(data: bytes) -> InferRequest:
     if message.parameters:
         refuse_unsupported(message.parameters)
     if raw and len(raw) != len(tensors):
-        raise BadInput(
-            f"{len(tensors)} inputs but {len(raw)} raw_input_contents; give as many, or none and typed contents",
-            parameter="raw_input_contents",
-        )
+        words = f"{len(tensors)} inputs but {len(raw)} raw_input_contents; give as many, or none and typed contents"
+        raise BadInput(words, parameter="raw_input_contents")
     inputs: dict[str, Array] = {}
     for at, tensor in enumerate(tensors):
         name = tensor.name
@@ -66,28 +56,22 @@ def read_request(data: bytes) -> InferRequest:
         if name in inputs:
             raise BadInput(f"input {name!r} occurs twice", parameter=name)
         inputs[name] = from_bytes(name, tensor.datatype, tensor.shape, raw[at]) if raw else _from_contents(tensor)
-    outputs: tuple[str, ...] = ()
-    if message.outputs:
-        for wanted in message.outputs:
-            if wanted.parameters:
-                refuse_unsupported(wanted.parameters)
-        outputs = tuple(wanted.name for wanted in message.outputs)
+    for wanted in message.outputs:
+        if wanted.parameters:
+            refuse_unsupported(wanted.parameters)
+    outputs = tuple([wanted.name for wanted in message.outputs])
     return InferRequest(message.model_name, message.model_version, message.id, inputs, outputs)
 
 
 def _from_contents(tensor: Any) -> Array:
     field = _CONTENTS.get(tensor.datatype)
     if field is None:
-        raise BadInput(
-            f"input {tensor.name!r} is {tensor.datatype[:20]!r}, which has no typed contents; send raw bytes",
-            parameter=tensor.name,
-        )
+        words = f"input {tensor.name!r} is {tensor.datatype[:20]!r}, which has no typed contents; send raw bytes"
+        raise BadInput(words, parameter=tensor.name)
     for other, values in tensor.contents.ListFields():
         if other.name != field:
-            raise BadInput(
-                f"input {tensor.name!r} is {tensor.datatype}, but {len(values)} values are in {other.name}",
-                parameter=tensor.name,
-            )
+            words = f"input {tensor.name!r} is {tensor.datatype}, but {len(values)} values are in {other.name}"
+            raise BadInput(words, parameter=tensor.name)
     values = getattr(tensor.contents, field)
     return from_values(tensor.name, tensor.datatype, tensor.shape, list(values))
 

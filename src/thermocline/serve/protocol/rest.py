@@ -29,9 +29,8 @@ def read_request(model: str, version: str, body: bytes, header_length: str | Non
     length = len(body)
     if header_length is not None:
         if not (header_length.isascii() and header_length.isdigit() and int(header_length) <= length):
-            raise BadInput(
-                f"{HEADER_LENGTH} is {header_length[:20]!r}, but the body has {length} bytes", parameter=HEADER_LENGTH
-            )
+            words = f"{HEADER_LENGTH} is {header_length[:20]!r}, but the body has {length} bytes"
+            raise BadInput(words, parameter=HEADER_LENGTH)
         length = int(header_length)
     content = read_json(body[:length])
     tensors = content.get("inputs")
@@ -45,10 +44,8 @@ def read_request(model: str, version: str, body: bytes, header_length: str | Non
             raise BadInput(f"input {name!r} occurs twice", parameter=name)
         inputs[name] = array
     if len(rest):
-        raise BadInput(
-            f"{len(rest)} bytes follow the last binary tensor; binary_data_size and {HEADER_LENGTH} disagree",
-            parameter=HEADER_LENGTH,
-        )
+        words = f"{len(rest)} bytes follow the last binary tensor; binary_data_size and {HEADER_LENGTH} disagree"
+        raise BadInput(words, parameter=HEADER_LENGTH)
     parameters = _parameters(content)
     outputs, binary = _read_outputs(content.get("outputs", []), parameters.get("binary_data_output") is True)
     id = content.get("id", "")
@@ -83,9 +80,8 @@ def _read_input(tensor: object, rest: memoryview) -> tuple[str, Array, memoryvie
             raise BadInput(f"input {name!r} has neither 'data' nor 'binary_data_size'", parameter=name)
         return name, from_values(name, datatype, shape, tensor["data"]), rest
     if type(size) is not int or not 0 <= size <= len(rest):
-        raise BadInput(
-            f"input {name!r}: binary_data_size is {str(size)[:20]}, but {len(rest)} bytes follow the JSON", parameter=name
-        )
+        words = f"input {name!r}: binary_data_size is {str(size)[:20]}, but {len(rest)} bytes follow the JSON"
+        raise BadInput(words, parameter=name)
     return name, from_bytes(name, datatype, shape, rest[:size]), rest[size:]
 
 

@@ -97,9 +97,8 @@ def _add_field(message: Any, full_name: str, text: str) -> None:
         entry = message.nested_type.add(name=f"{name.capitalize()}Entry")
         entry.options.map_entry = True
         entry.field.add(name="key", number=1, label=_Field.LABEL_OPTIONAL, type=_Field.TYPE_STRING)
-        entry.field.add(
-            name="value", number=2, label=_Field.LABEL_OPTIONAL, type=_Field.TYPE_MESSAGE, type_name=f".{PACKAGE}.{kind}"
-        )
+        value = entry.field.add(name="value", number=2, label=_Field.LABEL_OPTIONAL, type=_Field.TYPE_MESSAGE)
+        value.type_name = f".{PACKAGE}.{kind}"
         field.type, field.type_name = _Field.TYPE_MESSAGE, f".{full_name}.{entry.name}"
     elif kind in _SCALARS:
         field.type = _SCALARS[kind]

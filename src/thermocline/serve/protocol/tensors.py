@@ -20,19 +20,11 @@ Array = npt.NDArray[Any]
 
 assert sys.byteorder == "little"  # the protocol's byte order
 
+_INTEGERS = ("UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64")
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype(np.uint16),
-    "UINT32": np.dtype(np.uint32),
-    "UINT64": np.dtype(np.uint64),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype(np.int16),
-    "INT32": np.dtype(np.int32),
-    "INT64": np.dtype(np.int64),
-    "FP16": np.dtype(np.float16),
-    "FP32": np.dtype(np.float32),
-    "FP64": np.dtype(np.float64),
+    **{name: np.dtype(name.lower()) for name in _INTEGERS},
+    **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
 }
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 UNSUPPORTED = ("shared_memory_region", "classification", "sequence_id")  # parameters of Triton's extensions
@@ -52,9 +44,8 @@ def refuse_unsupported(parameters: Mapping[str, Any]) -> None:
     """Raise `BadInput` for a parameter of an extension that the server does not have; ignoring it would give wrong results."""
     for name in UNSUPPORTED:
         if name in parameters:
-            raise BadInput(
-                f"parameter {name!r} is not supported by this server; send the tensors with the request", parameter=name
-            )
+            words = f"parameter {name!r} is not supported by this server; send the tensors with the request"
+            raise BadInput(words, parameter=name)
 
 
 def dtype_of(name: str, datatype: str) -> np.dtype[Any]:
@@ -105,9 +96,8 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: object) 
 
 def _element_count(name: str, shape: Sequence[int]) -> int:
     if any(size < 0 for size in shape) or len(shape) > 8:
-        raise BadInput(
-            f"input {name!r} has shape {list(shape)[:9]}; sizes must be 0 or more, and at most 8 of them", parameter=name
-        )
+        words = f"input {name!r} has shape {list(shape)[:9]}; sizes must be 0 or more, and at most 8 of them"
+        raise BadInput(words, parameter=name)
     return math.prod(shape)  # Python integers cannot overflow
 
 

@@ -1,14 +1,13 @@
 """The front end's side of shards on other hosts: connections, rows fetched in one round trip, and failure detection.
 
 The lookup kernel turns rows into addresses. Segments of other hosts have addresses outside of any memory (`REMOTE`). Between
-finding and pooling, those rows are requested, each once, from all hosts at the same time, and the records are pooled from where
-they arrived. So results are the same in every bit however shards are spread over hosts.
+finding and pooling, those rows are requested, each once, from all hosts at the same time, and pooled from where they arrived.
+So results are the same in every bit however shards are spread over hosts.
 
     address = REMOTE | host << 48 | shard of the host << 40 | offset in its segment
 
-A thread sends every host a heartbeat. A host that does not reply is lost: its shards get no address, so lookups in them fail at
-once and name the shard, and all others go on. When the host is back, everything is loaded again, beside the version in use. A
-group that cannot be loaded then stays without that host, and is tried again with every heartbeat.
+A thread sends every host a heartbeat. The shards of a host that does not reply get no address: lookups in them fail and name
+the shard. When the host is back, everything is loaded again, beside the version in use.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ class RemoteHosts:
         self.remote = [RemoteHost(rendezvous, number) for number in range(1, rendezvous.hosts)]
         self.groups: WeakSet[Any] = WeakSet()
         self.sent = self.received = 0  # bytes of row requests and replies
-        self._versions = self._joined = 0
+        self._joined = 0
         self._ended = threading.Event()
         for host in self.remote:
             host.connect()
@@ -163,10 +162,9 @@ class RemoteHosts:
 
     # -- versions --
 
-    def load(self, group: str, job: LoadJob, shards: int) -> tuple[int, Callable[[], None]]:
-        """Have all hosts start to load. Returns the number of the version, and a function that waits for them."""
-        self._versions += 1
-        version, errors = self._versions, list[Exception]()
+    def load(self, group: str, version: int, job: LoadJob, shards: int) -> Callable[[], None]:
+        """Have all hosts start to load. Returns a function that waits for them."""
+        errors: list[Exception] = []
 
         def load_on(host: RemoteHost) -> None:
             there = shards_of(host.number, self.count, shards)
@@ -190,7 +188,7 @@ class RemoteHosts:
             if errors:
                 raise errors[0]
 
-        return version, wait
+        return wait
 
     def put(self, version: int, table: int, rows_K: Rows, codes_KB: Bytes, meta_KW: Words) -> None:
         """Send rows to all hosts; each takes those of its shards."""

@@ -1,14 +1,12 @@
 """Pins the threads of a request to one processor while requests come one at a time.
 
 gRPC wakes three threads for a request, one after another. With one or two clients only one of them runs at a time, and on
-several processors each wake-up is another processor to wake, with cold caches: 420 us of processor time for a small request of
-an echo server, 266 to 294 pinned, at the same latency (docs/decisions/server.md). With more requests the threads run in
-parallel, and one processor is too few.
+several processors each wake-up is another processor to wake, with cold caches (docs/decisions/server.md has the numbers).
 
-`update` decides once a second. The event loop's thread sleeps three times a request if requests come one at a time, once or
-less under load. Pinned threads stay pinned until one processor is too few: run time and wait time of the process take most of a
-second. Unpinned threads cannot see whether one processor would suffice again, so they stay unpinned for `BACKOFF` updates.
-Seconds with batches in a worker thread never count as one at a time. Threads that load, look up or compute are never pinned.
+The event loop's thread sleeps three times a request if requests come one at a time, once or less under load. Pinned threads
+stay pinned until one processor is too few: run time and wait time of the process take most of a second. Unpinned threads cannot
+see whether one processor would suffice again, so they stay unpinned for `BACKOFF` updates. Threads that load, look up or
+compute are never pinned, and seconds with batches in a worker thread never count as one at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ UNPINNED, PINNED = PinLimits(50, 2.25, math.inf, math.inf), PinLimits(25, 0.8, 0
 
 
 class CpuAffinity:
-    """Pins and unpins threads. The event loop's thread makes it and calls `update`.
+    """Pins and unpins threads. The event loop's thread makes it and calls `update` once a second.
 
     Args:
         threads: ids of further threads that requests pass
@@ -95,12 +93,9 @@ class CpuAffinity:
             return False
         if load.requests < limit.requests:
             return False
-        enough = (
-            not load.worker_batches
-            and load.sleeps > limit.sleeps * load.requests
-            and load.waited < limit.waited * load.seconds
-            and load.ran + load.waited < limit.busy * load.seconds
-        )
+        waiting, busy = load.waited / load.seconds, (load.ran + load.waited) / load.seconds
+        enough = load.sleeps > limit.sleeps * load.requests and waiting < limit.waited and busy < limit.busy
+        enough = enough and not load.worker_batches
         if self.pinned and not enough:
             self._backoff = BACKOFF
         return enough
@@ -126,7 +121,7 @@ class CpuAffinity:
                 os.sched_setaffinity(thread, self._processor)
 
     def _request_threads(self) -> frozenset[int]:
-        return frozenset(thread for thread in _threads() if thread in self._threads or _name(thread).startswith(_GRPC_THREADS))
+        return frozenset(each for each in _threads() if each in self._threads or _name(each).startswith(_GRPC_THREADS))
 
     def _unpin_others(self, but: frozenset[int]) -> None:
         """Unpin all threads except `but`: threads inherit the affinity of the thread that started them."""

@@ -1,14 +1,11 @@
 """Dynamic batching: the queue of one model version, and the batches that it executes.
 
 A request that finds the batcher idle is executed at once. Requests that arrive during a batch form the next one, so batches
-grow with load. With a maximum queue delay (`ServerLimits.wait`) the first request waits for others, which pays where a launch
-costs more than a lookup, as on a GPU.
+grow with load. With a maximum queue delay (`ServerLimits.wait`) the first request waits for others.
 
 A hop to another thread and back costs 30 to 60 us, a lookup of 64 rows 10. So a batch that is expected to take less than
-`MAX_LOOP_SECONDS` runs in the event loop's thread, and a longer one in a worker thread, so that the loop still answers health
-checks. The expectation is the recent time for each id; fewer than `MIN_IDS` count as `MIN_IDS`, because the launch dominates.
-
-A cancelled or expired request is dropped before execution. A full queue refuses at once, so that the client can go elsewhere.
+`MAX_LOOP_SECONDS` runs in the event loop's thread, and a longer one in a worker thread. The expectation is the recent time for
+each id; fewer than `MIN_IDS` count as `MIN_IDS`, because the launch dominates.
 """
 
 from __future__ import annotations
@@ -94,16 +91,11 @@ class DynamicBatcher:
             self._seconds_per_id = min(found, expected * _SLOWER) if expected else found
 
     def enqueue(self, request: QueuedRequest) -> asyncio.Future[Mapping[str, Array]]:
-        """Queue a request.
-
-        Raises:
-            Overloaded: the queue is full
-        """
+        """Queue a request. Raises `Overloaded` if the queue is full."""
         limits, queue = self.limits, self._queue
         if len(queue) >= limits.queue:
-            raise Overloaded(
-                f"{len(queue)} requests wait for model {self.model.name!r}, the limit is {limits.queue}; try later"
-            )
+            waiting = f"{len(queue)} requests wait for model {self.model.name!r}"
+            raise Overloaded(f"{waiting}, the limit is {limits.queue}; try later")
         request.future = self._loop.create_future()
         queue.append(request)
         self._drained.clear()
@@ -149,9 +141,7 @@ class DynamicBatcher:
                 batch.append(queue.popleft())
         return batch, ids
 
-    def _finish_batch(
-        self, batch: Sequence[QueuedRequest], results: Sequence[Mapping[str, Array] | Exception]
-    ) -> None:  # fmt: skip
+    def _finish_batch(self, batch: Sequence[QueuedRequest], results: Sequence[Mapping[str, Array] | Exception]) -> None:
         for request, result in zip(batch, results, strict=True):
             if request.future.done():  # the client cancelled during the batch
                 continue

@@ -1,10 +1,7 @@
 """The protocol over gRPC, on grpc.aio: one coroutine for each method, all in the server's event loop.
 
-Handlers take and return bytes. A deserializer given to gRPC would report a truncated message as INTERNAL; responses are encoded
-by `protocol.grpc_messages` for speed.
-
-grpc.aio cancels a coroutine when its client leaves or its deadline passes. The batcher also checks deadlines when a batch
-starts, because a busy loop cannot cancel anything.
+Handlers take and return bytes: a deserializer given to gRPC would report a truncated message as INTERNAL. grpc.aio cancels a
+coroutine when its client leaves or its deadline passes. The batcher also checks deadlines, because a busy loop cannot cancel.
 """
 
 from __future__ import annotations
@@ -80,7 +77,7 @@ class GrpcService:
         service = self._service
         unary: dict[str, Method] = {
             "ServerLive": lambda request: {"live": True},
-            "ServerReady": lambda request: {"ready": service.server_ready()},
+            "ServerReady": lambda request: {"ready": service.repository.ready},
             "ModelReady": self._model_ready,
             "ServerMetadata": lambda request: service.server_metadata(),
             "ModelMetadata": lambda request: service.model_metadata(request.name, request.version),
@@ -116,11 +113,9 @@ class GrpcService:
             return {"ready": False}
 
     async def _load(self, request: Any) -> dict[str, Any]:
-        for name in request.parameters:
-            if name != "config":
-                raise BadInput(
-                    f"parameter {name[:40]!r} is not supported: models are loaded from the server's own folder", parameter=name
-                )
+        if unknown := [name for name in request.parameters if name != "config"]:
+            words = f"parameter {unknown[0][:40]!r} is not supported: models are loaded from the server's own folder"
+            raise BadInput(words, parameter=unknown[0])
         await self._service.load(request.model_name, request.parameters["config"].string_param if request.parameters else None)
         return {}
 
@@ -176,7 +171,5 @@ def bind(server: Any, host: str, port: int, credentials: Credentials) -> int:
             return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
         return int(server.add_insecure_port(address))
     except RuntimeError as error:
-        raise BadInput(
-            f"cannot listen on {address} for gRPC: the port is taken or the address is not this machine's",
-            parameter="grpc_port",
-        ) from error
+        words = f"cannot listen on {address} for gRPC: the port is taken or the address is not this machine's"
+        raise BadInput(words, parameter="grpc_port") from error

@@ -1,8 +1,6 @@
 """The protocol over HTTP, on aiohttp, in the same event loop as gRPC; and the status page and Prometheus metrics.
 
-Limits: aiohttp closes a connection whose header is not complete after `ServerLimits.slow`, and reading a body is timed here.
-Bodies are read into memory, at most `ServerLimits.bodies` bytes at a time. A connection beyond `ServerLimits.streams` gets a
-503.
+aiohttp closes a connection whose header is not complete after `ServerLimits.slow`; reading a body is timed here.
 """
 
 from __future__ import annotations
@@ -24,14 +22,15 @@ from thermocline.serve.errors import Overloaded
 from thermocline.serve.protocol.rest import HEADER_LENGTH, read_json, read_request, write_response
 
 from .config import Credentials, ServerLimits
-from .history import MetricsHistory
 from .inference_service import InferenceService
+from .metrics import MetricsHistory
 from .status_page import status_json, status_page
 
 _PUBLIC = ("/v2/health/live", "/v2/health/ready")  # without a token, for health probes
 # aiohttp would log a traceback for every malformed request.
 _SILENT = logging.getLogger("thermocline.serve.aiohttp")
 _SILENT.disabled = True
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -45,30 +44,28 @@ class HttpService:
 
     def routes(self) -> list[web.RouteDef]:
         """All routes of the server."""
-        service = self._service
-        plain: dict[str, Callable[[web.Request], web.Response]] = {
+        service, model = self._service, _model_and_version
+        get: dict[str, Callable[[web.Request], web.Response]] = {
             "/v2/health/live": lambda request: web.Response(),
-            "/v2/health/ready": lambda request: web.Response(status=200 if service.server_ready() else 503),
+            "/v2/health/ready": lambda request: web.Response(status=200 if service.repository.ready else 503),
             "/v2": lambda request: _json_response(service.server_metadata()),
             "/v2/models/stats": lambda request: _json_response(service.statistics("", "")),
-            "/metrics": self._metrics,
+            "/metrics": lambda request: web.Response(body=service.metrics.text(), headers={"Content-Type": _PROMETHEUS}),
             "/status.json": lambda request: _json_response(status_json(service, self._history)),
             "/": lambda request: web.Response(text=status_page(service, self._history), content_type="text/html"),
         }
-        of_model: dict[str, Callable[[web.Request], web.Response]] = {
-            "": lambda request: _json_response(service.model_metadata(*_model_and_version(request))),
-            "/ready": lambda request: web.Response(status=200 if service.model_ready(*_model_and_version(request)) else 503),
-            "/stats": lambda request: _json_response(service.statistics(*_model_and_version(request))),
+        post: dict[str, Handler] = {
+            "/v2/repository/index": self._index,
+            "/v2/repository/models/{model}/load": self._load,
+            "/v2/repository/models/{model}/unload": self._unload,
         }
         for under in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            plain |= {under + path: method for path, method in of_model.items()}
-        routes = [web.get(path, _as_coroutine(method)) for path, method in plain.items()]
-        for under in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            routes.append(web.post(f"{under}/infer", self.infer))
-        routes.append(web.post("/v2/repository/index", self._index))
-        routes.append(web.post("/v2/repository/models/{model}/load", self._load))
-        routes.append(web.post("/v2/repository/models/{model}/unload", self._unload))
-        return routes
+            get[under] = lambda request: _json_response(service.model_metadata(*model(request)))
+            get[f"{under}/ready"] = lambda request: web.Response(status=200 if service.model_ready(*model(request)) else 503)
+            get[f"{under}/stats"] = lambda request: _json_response(service.statistics(*model(request)))
+            post[f"{under}/infer"] = self.infer
+        routes = [web.get(path, _as_coroutine(method)) for path, method in get.items()]
+        return routes + [web.post(path, method) for path, method in post.items()]
 
     async def infer(self, request: web.Request) -> web.Response:
         """POST /v2/models/MODEL/infer."""
@@ -87,20 +84,17 @@ class HttpService:
         """The body, if there is memory for it and it arrives in time."""
         if not request.body_exists:
             return b""
-        length = request.content_length
-        most = self._limits.message
-        if length is not None and length > most:
-            raise web.HTTPRequestEntityTooLarge(most, length)
-        taken = most if length is None or "Content-Encoding" in request.headers else length
-        if self._reading + taken > self._limits.bodies:
-            raise Overloaded(
-                f"{self._reading:,} bytes of requests are in memory, the limit is {self._limits.bodies:,}; try later"
-            )
+        length, limits = request.content_length, self._limits
+        if length is not None and length > limits.message:
+            raise web.HTTPRequestEntityTooLarge(limits.message, length)
+        taken = limits.message if length is None or "Content-Encoding" in request.headers else length
+        if self._reading + taken > limits.bodies:
+            raise Overloaded(f"{self._reading:,} bytes of requests are in memory, the limit is {limits.bodies:,}; try later")
         self._reading += taken
         try:
-            return await asyncio.wait_for(request.read(), self._limits.slow)
+            return await asyncio.wait_for(request.read(), limits.slow)
         except asyncio.TimeoutError:
-            raise web.HTTPRequestTimeout(text=f"the body did not arrive within {self._limits.slow:g} s") from None
+            raise web.HTTPRequestTimeout(text=f"the body did not arrive within {limits.slow:g} s") from None
         finally:
             self._reading -= taken
 
@@ -114,9 +108,8 @@ class HttpService:
     async def _load(self, request: web.Request) -> web.Response:
         parameters = (await self._json(request)).get("parameters") or {}
         if not isinstance(parameters, dict) or set(parameters) - {"config"}:
-            raise BadInput(
-                "'parameters' may hold 'config' only: models are loaded from the server's own folder", parameter="parameters"
-            )
+            words = "'parameters' may hold 'config' only: models are loaded from the server's own folder"
+            raise BadInput(words, parameter="parameters")
         config = parameters.get("config")
         await self._service.load(request.match_info["model"], config if config is None else str(config))
         return web.Response()
@@ -125,11 +118,6 @@ class HttpService:
         await self._body(request)
         self._service.repository.unload(request.match_info["model"])
         return web.Response()
-
-    def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(
-            body=self._service.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
 
     @web.middleware
     async def close_when_draining(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -205,28 +193,21 @@ class HttpServer:
     ) -> None:
         service_routes = HttpService(service, limits, history)
         guards = [_token_middleware(credentials.token)] if credentials.token else []
-        app = web.Application(
-            client_max_size=limits.message, middlewares=[service_routes.close_when_draining, *guards, service_routes.errors]
-        )
+        middlewares = [service_routes.close_when_draining, *guards, service_routes.errors]
+        app = web.Application(client_max_size=limits.message, middlewares=middlewares)
         app.add_routes(service_routes.routes())
         self._limits, self._tls = limits, _tls(credentials)
         self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=_SILENT,
-            handler_cancellation=True,
-            keepalive_timeout=limits.slow,
-            lingering_time=min(limits.slow, 2.0),
-            shutdown_timeout=limits.drain,
-        )
+            app, access_log=None, logger=_SILENT, handler_cancellation=True, keepalive_timeout=limits.slow,
+            lingering_time=min(limits.slow, 2.0), shutdown_timeout=limits.drain,
+        )  # fmt: skip
         self._listening: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Open the port, and return its number."""
         await self._runner.setup()
-        server = self._runner.server
+        server, most = self._runner.server, self._limits.streams
         assert server is not None
-        most = self._limits.streams
 
         def connection() -> asyncio.Protocol:
             return server() if len(server.connections) < most else _ConnectionLimit()
@@ -253,8 +234,6 @@ def _tls(credentials: Credentials) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(credentials.certificate, credentials.key)
     except ssl.SSLError as error:
-        raise BadInput(
-            f"'{credentials.certificate}' and '{credentials.key}' are not a certificate and its key in PEM: {error}",
-            parameter="tls_cert",
-        ) from error
+        files = f"'{credentials.certificate}' and '{credentials.key}'"
+        raise BadInput(f"{files} are not a certificate and its key in PEM: {error}", parameter="tls_cert") from error
     return context

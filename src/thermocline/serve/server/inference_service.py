@@ -9,18 +9,47 @@ from typing import Any, NamedTuple
 
 from thermocline import __version__
 from thermocline.errors import BadInput
-from thermocline.serve.errors import NotReady
+from thermocline.serve.errors import DeadlineExceeded, NotReady, Overloaded, ShardDown, UnknownModel
 from thermocline.serve.protocol.tensors import Array, InferRequest
 
 from .config import ServerLimits
 from .dynamic_batcher import QueuedRequest
-from .error_mapping import ErrorStatus, error_status
+from .json_log import log_fault
 from .metrics import LatencyHistogram, ServerMetrics
 from .model_repository import ModelRepository, ServedVersion
 
 NAME = "thermocline"
 EXTENSIONS = ("binary_tensor_data", "model_repository", "statistics")
 NO_DEADLINE = math.inf
+MAX_MESSAGE = 800  # characters of an error: gRPC sends it in a header, whose size clients limit
+_DURATIONS = {"success": "all", "queue": "queue", "compute_input": "read", "compute_infer": "infer", "compute_output": "write"}
+# gRPC code and HTTP status; the first match counts. Any other error is a fault of the server.
+_STATUS: tuple[tuple[type[Exception], str, int], ...] = (
+    (UnknownModel, "NOT_FOUND", 404),
+    (BadInput, "INVALID_ARGUMENT", 400),
+    (Overloaded, "RESOURCE_EXHAUSTED", 429),
+    (ShardDown, "UNAVAILABLE", 503),
+    (NotReady, "UNAVAILABLE", 503),
+    (DeadlineExceeded, "DEADLINE_EXCEEDED", 504),
+)
+
+
+class ErrorStatus(NamedTuple):
+    """The name of a gRPC code, an HTTP status, and a message."""
+
+    code: str
+    http: int
+    message: str
+
+
+def error_status(error: Exception) -> ErrorStatus:
+    """How both protocols report an error. The traceback of a fault goes to the log, and the client learns only its type."""
+    for kind, code, http in _STATUS:
+        if isinstance(error, kind):
+            message = str(error)
+            return ErrorStatus(code, http, message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "...")
+    log_fault("a request failed", error)
+    return ErrorStatus("INTERNAL", 500, f"a fault of the server ({type(error).__name__}); see its log")
 
 
 class InferResult(NamedTuple):
@@ -38,12 +67,7 @@ class InferenceService:
         self.repository, self.limits, self.metrics = repository, limits, metrics
 
     def find(self, request: InferRequest) -> ServedVersion:
-        """The model version of a request.
-
-        Raises:
-            NotReady: the server is shutting down, or the model is loading
-            UnknownModel: the repository serves no such model or version
-        """
+        """The model version of a request. Raises `NotReady` or `UnknownModel`."""
         self._check_not_draining()
         return self.repository.served(request.model, request.version)
 
@@ -59,8 +83,7 @@ class InferenceService:
             outputs = await batcher.enqueue(queued)
         version = getattr(outputs, "version", None) or served.version
         if request.outputs:
-            missing = [name for name in request.outputs if name not in outputs]
-            if missing:
+            if missing := [name for name in request.outputs if name not in outputs]:
                 raise BadInput(f"output {missing[0]!r} is requested, but its input is not there", parameter=missing[0])
             outputs = {name: outputs[name] for name in request.outputs}
         return InferResult(version, outputs, queued)
@@ -97,11 +120,11 @@ class InferenceService:
     def model_metadata(self, name: str, version: str) -> dict[str, Any]:
         """ModelMetadata of the protocol."""
         served = self.repository.served(name, version)
-        tensors = {
-            kind: [{"name": each.name, "datatype": each.datatype, "shape": list(each.shape)} for each in listed]
-            for kind, listed in (("inputs", served.model.inputs), ("outputs", served.model.outputs))
-        }
-        return {"name": name, "versions": [served.version], "platform": NAME, **tensors}
+        inputs, outputs = (
+            [{"name": each.name, "datatype": each.datatype, "shape": list(each.shape)} for each in listed]
+            for listed in (served.model.inputs, served.model.outputs)
+        )
+        return {"name": name, "versions": [served.version], "platform": NAME, "inputs": inputs, "outputs": outputs}
 
     def model_ready(self, name: str, version: str) -> bool:
         """Whether a model is served and all of its shards are up. Raises `UnknownModel`."""
@@ -113,10 +136,6 @@ class InferenceService:
             return False
         return all(shard.ready for shard in model.shards())
 
-    def server_ready(self) -> bool:
-        """Whether all models are loaded."""
-        return self.repository.ready
-
     def statistics(self, name: str, version: str) -> dict[str, Any]:
         """ModelStatistics of the statistics extension: counts and nanoseconds."""
         served = [self.repository.served(name, version)] if name else self.repository.all_served()
@@ -124,24 +143,16 @@ class InferenceService:
 
     def _statistics_of(self, served: ServedVersion) -> dict[str, Any]:
         metrics = self.metrics.of(served.model.name)
-        stages = metrics.stages
+        durations = {name: _duration(metrics.stages[stage]) for name, stage in _DURATIONS.items()}
+        batches = sorted(metrics.batches.items())
         return {
             "name": served.model.name,
             "version": served.version,
             "last_inference": int(metrics.last * 1000),
             "inference_count": metrics.answered,
             "execution_count": sum(metrics.batches.values()),
-            "inference_stats": {
-                "success": _duration(stages["all"]),
-                "fail": {"count": sum(metrics.failed.values()), "ns": 0},
-                "queue": _duration(stages["queue"]),
-                "compute_input": _duration(stages["read"]),
-                "compute_infer": _duration(stages["infer"]),
-                "compute_output": _duration(stages["write"]),
-            },
-            "batch_stats": [
-                {"batch_size": size, "compute_infer": {"count": count}} for size, count in sorted(metrics.batches.items())
-            ],
+            "inference_stats": durations | {"fail": {"count": sum(metrics.failed.values()), "ns": 0}},
+            "batch_stats": [{"batch_size": size, "compute_infer": {"count": count}} for size, count in batches],
         }
 
     def index(self, only_ready: bool) -> list[dict[str, str]]:
@@ -167,8 +178,6 @@ def _version_of(config: str | None) -> str:
         versions = (policy.get("specific") or {}).get("versions") or []
         (version,) = versions or [""]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise BadInput(
-            'config may hold {"version_policy": {"specific": {"versions": [N]}}} with one N, and nothing else',
-            parameter="config",
-        ) from error
+        words = 'config may hold {"version_policy": {"specific": {"versions": [N]}}} with one N, and nothing else'
+        raise BadInput(words, parameter="config") from error
     return str(version)

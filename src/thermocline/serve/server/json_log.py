@@ -1,7 +1,6 @@
 """Structured logs: one JSON object a line on standard error, with `time`, `level`, `event` and further fields.
 
-Mistakes of clients are counted, not logged: a client must not be able to fill a disk. Faults of the server are logged with
-their traceback, at most `MAX_FAULTS` in a minute.
+Mistakes of clients are counted, not logged: a client must not be able to fill a disk.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _recent: list[float] = []
 
 
 def log_fault(event: str, error: BaseException) -> None:
-    """Log a fault of the server with its traceback."""
+    """Log a fault of the server with its traceback, at most `MAX_FAULTS` in a minute."""
     now = time.monotonic()
     _recent[:] = [moment for moment in _recent if now - moment < 60]
     if len(_recent) < MAX_FAULTS:

@@ -1,24 +1,26 @@
-"""Metrics of the server, and their Prometheus form.
+"""Metrics of the server: their Prometheus form, and the last two minutes for the status page.
 
-A request passes `STAGES`, each of which is timed. The histograms of prometheus_client take a lock for every observation, 8 us
-for the five stages of a request. Only the event loop's thread records here, so plain lists suffice, and a collector converts
-them when Prometheus scrapes.
+The histograms of prometheus_client take a lock for every observation, 8 us for the five stages of a request. Only the event
+loop's thread records here, so plain lists suffice, and a collector converts them when Prometheus scrapes.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from thermocline.serve.served_model import ShardStatus
 
+SECONDS = 120  # of the history
 PENDING = 256  # recorded requests that are counted at a time
 STAGES = ("read", "queue", "infer", "write", "all")
 # Seconds.
@@ -82,14 +84,10 @@ class ModelMetrics:
         """Count pending requests. Many at a time: between two requests the processor's caches lose the histograms."""
         if not self._pending:
             return
-        read, queue, infer, write, every = (self._stages[stage] for stage in STAGES)
-        for seconds in self._pending:
-            read.record(seconds[0])
-            queue.record(seconds[1])
-            infer.record(seconds[2])
-            write.record(seconds[3])
-            every.record(seconds[0] + seconds[1] + seconds[2] + seconds[3])
-            self._ids += seconds[4]
+        for *seconds, ids in self._pending:
+            for histogram, each in zip(self._stages.values(), (*seconds, sum(seconds)), strict=True):
+                histogram.record(each)
+            self._ids += ids
         self._answered += len(self._pending)
         self._last = time.time() - (perf_counter() - self._pending_at)
         self._pending.clear()
@@ -133,11 +131,11 @@ class ModelSnapshot:
 
 
 class ServerMetrics:
-    """Metrics of all models. `watch` iterates over the models in use."""
+    """Metrics of all models. `watch` lists the models in use."""
 
     def __init__(self) -> None:
         self.models: dict[str, ModelMetrics] = {}
-        self.watch: Iterable[ModelSnapshot] = ()
+        self.watch: Callable[[], Iterable[ModelSnapshot]] = tuple
         self.started = time.time()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -153,10 +151,7 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._of_requests()
-        yield from self._of_models()
-
-    def _of_requests(self) -> Iterator[Metric]:
+        """The families of /metrics."""
         seconds = HistogramMetricFamily("thermocline_request_seconds", "Request latency by stage.", labels=("model", "stage"))
         answered = CounterMetricFamily("thermocline_requests", "Requests by gRPC status.", labels=("model", "status"))
         ids = CounterMetricFamily("thermocline_ids", "Ids of successful requests.", labels=("model",))
@@ -169,22 +164,63 @@ class ServerMetrics:
                 answered.add_metric((one.name, status), number)
             ids.add_metric((one.name,), one.ids)
             batches.add_metric((one.name,), sum(one.batches.values()))
-        yield from (seconds, answered, ids, batches)
-
-    def _of_models(self) -> Iterator[Metric]:
         lookups = CounterMetricFamily("thermocline_shard_lookups", "Lookups in a shard.", labels=("model", "shard"))
         ready = GaugeMetricFamily("thermocline_shard_ready", "1 if the shard is up.", labels=("model", "shard"))
         held = GaugeMetricFamily("thermocline_shard_bytes", "Bytes of rows in a shard.", labels=("model", "shard"))
         imbalance = GaugeMetricFamily("thermocline_imbalance", "Maximum over mean lookups of the shards.", labels=("model",))
         queued = GaugeMetricFamily("thermocline_queue_depth", "Queued requests.", labels=("model",))
         version = GaugeMetricFamily("thermocline_model_version", "1 for the version in use.", labels=("model", "version"))
-        for one in self.watch:
-            for shard in one.shards:
-                labels = (one.name, str(shard.number))
+        for model in self.watch():
+            for shard in model.shards:
+                labels = (model.name, str(shard.number))
                 lookups.add_metric(labels, shard.lookups)
                 ready.add_metric(labels, int(shard.ready))
                 held.add_metric(labels, shard.bytes)
-            imbalance.add_metric((one.name,), one.imbalance)
-            queued.add_metric((one.name,), one.queued)
-            version.add_metric((one.name, one.version), 1)
-        yield from (lookups, ready, held, imbalance, queued, version)
+            imbalance.add_metric((model.name,), model.imbalance)
+            queued.add_metric((model.name,), model.queued)
+            version.add_metric((model.name, model.version), 1)
+        yield from (seconds, answered, ids, batches, lookups, ready, held, imbalance, queued, version)
+
+
+class MetricsSample(NamedTuple):
+    """Counters of all models at one moment, or between two."""
+
+    at: float  # seconds
+    answered: int
+    failed: int
+    ids: int
+    counts: tuple[int, ...]  # of the latency histogram
+
+    def since(self, before: MetricsSample) -> MetricsSample:
+        """What happened after another sample."""
+        counts = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
+        answered, failed, ids = self.answered - before.answered, self.failed - before.failed, self.ids - before.ids
+        return MetricsSample(max(self.at - before.at, 1e-3), answered, failed, ids, counts)
+
+
+class MetricsHistory:
+    """Samples of the last `SECONDS` seconds. Prometheus keeps longer histories."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics = metrics
+        self._samples: deque[MetricsSample] = deque(maxlen=SECONDS + 1)
+        self.sample()
+
+    def sample(self) -> None:
+        """Take a sample; call this once a second."""
+        models = list(self._metrics.models.values())
+        counts = [0] * (len(BOUNDS) + 1)
+        for one in models:
+            counts = [a + b for a, b in zip(counts, one.stages["all"].counts, strict=True)]
+        failed = sum(sum(one.failed.values()) for one in models)
+        answered, ids = sum(one.answered for one in models), sum(one.ids for one in models)
+        self._samples.append(MetricsSample(time.monotonic(), answered, failed, ids, tuple(counts)))
+
+    def window(self, seconds: int = SECONDS) -> MetricsSample:
+        """The last `seconds`, or since the first sample."""
+        return self._samples[-1].since(self._samples[max(len(self._samples) - 1 - seconds, 0)])
+
+    def rates(self) -> list[tuple[float, float]]:
+        """(seconds ago, requests) of each second."""
+        gaps = [(before.at - self._samples[-1].at, after.since(before)) for before, after in pairwise(self._samples)]
+        return [(ago, gap.answered / gap.at) for ago, gap in gaps]

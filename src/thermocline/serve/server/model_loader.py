@@ -19,12 +19,13 @@ from .metrics import ServerMetrics
 from .model_repository import ModelRepository
 
 if TYPE_CHECKING:
+    from thermocline.serve.tables.row_split import TableSplit
     from thermocline.serve.tables.segments import ShardLayout
 
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """Number and device of shards, and how tables are split over them. A `ModelLoader` of the repository."""
+    """Number and device of shards, and how tables are split over them. Loads the models of a repository."""
 
     count: int = 4
     split: str = "hash"
@@ -68,9 +69,8 @@ def make_repository(folder: Path, shards: ShardConfig, limits: ServerLimits) -> 
     """The model repository of a folder. Raises `BadInput` if the folder has no checkpoint."""
     repository = ModelRepository(folder, shards, limits, ServerMetrics())
     if not repository.names():
-        raise BadInput(
-            f"'{folder}' is neither a checkpoint nor a folder of checkpoints; save one there with thermocline.save", path=folder
-        )
+        way_out = "save one there with thermocline.save"
+        raise BadInput(f"'{folder}' is neither a checkpoint nor a folder of checkpoints; {way_out}", path=folder)
     return repository
 
 
@@ -82,7 +82,7 @@ def describe(layout: ShardLayout) -> Mapping[str, Any]:
             "rows": each.table.rows,
             "dim": each.table.dim,
             "features": list(each.table.features),
-            "split": _split_words(each.split.scheme, each.split.rotations_B is not None),
+            "split": _split_words(each.split),
             "copied_rows": len(each.split.copied_H),
             "places_of_card": [each.split.places(shard) for shard in range(layout.shards)],
         }
@@ -91,7 +91,7 @@ def describe(layout: ShardLayout) -> Mapping[str, Any]:
     return {"cards": layout.shards, "bytes": layout.bytes, "bytes_of_card": list(layout.sizes_S), "tables": tables}
 
 
-def _split_words(scheme: str, balanced: bool) -> str:
-    if scheme == "ranges":
+def _split_words(split: TableSplit) -> str:
+    if split.scheme == "ranges":
         return "ranges of rows in order"
-    return "blocks rotated by heat" if balanced else "blocks rotated by a hash"
+    return "blocks rotated by a hash" if split.rotations_B is None else "blocks rotated by heat"

@@ -6,13 +6,8 @@ The folder is a checkpoint, which is then the model `tables`, or it holds checkp
     FOLDER/NAME/3/         a checkpoint: version 3 of the model NAME
 
 A version loads beside the one in use and replaces it between two requests. The old version closes after its last request. If
-loading fails, the old version stays in use, and the index gives the reason.
-
-A loader may add companion models, which answer from the tables of a loaded model: they load, unload and change versions with
-it.
-
-Names come from clients. A name is matched against a pattern, and its folder must lie in the repository, symbolic links
-resolved.
+loading fails, the old version stays in use, and the index gives the reason. Companion models answer from the tables of a loaded
+model: they load, unload and change versions with it. Names come from clients: their folders must lie in the repository.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from logging import WARNING
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thermocline.errors import BadInput
 from thermocline.serve.errors import NotReady, UnknownModel
@@ -35,24 +30,11 @@ from .dynamic_batcher import DynamicBatcher
 from .json_log import log, log_fault
 from .metrics import ModelSnapshot, ServerMetrics
 
+if TYPE_CHECKING:
+    from .model_loader import ShardConfig
+
 ROOT_MODEL = "tables"  # name of the model if the folder itself is a checkpoint
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}", re.ASCII)
-
-
-class ModelLoader(Protocol):
-    """Turns folders into models."""
-
-    def is_checkpoint(self, folder: Path) -> bool:
-        """Whether a folder can be loaded."""
-        ...
-
-    def load(self, name: str, version: str, folder: Path) -> ServableModel:
-        """Load a folder. `version` is the number of the folder, or empty."""
-        ...
-
-    def companions(self, model: ServableModel) -> Sequence[ServableModel]:
-        """Further models that answer from the tables of a loaded model."""
-        ...
 
 
 def is_version(version: str, requested: str) -> bool:
@@ -85,11 +67,10 @@ class IndexEntry(NamedTuple):
 
 
 class ModelRepository:
-    """Models by name."""
+    """Models by name. `loader` turns folders into models."""
 
-    def __init__(self, folder: Path, loader: ModelLoader, limits: ServerLimits, metrics: ServerMetrics) -> None:
-        self.folder, self.limits, self.metrics = folder, limits, metrics
-        self._loader = loader
+    def __init__(self, folder: Path, loader: ShardConfig, limits: ServerLimits, metrics: ServerMetrics) -> None:
+        self.folder, self.limits, self.metrics, self._loader = folder, limits, metrics, loader
         self._served: dict[str, ServedVersion] = {}
         self._reasons: dict[str, str] = {}
         self._load_locks: dict[str, asyncio.Lock] = {}
@@ -97,40 +78,37 @@ class ModelRepository:
         self._load_threads: list[object] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.draining = False
-        metrics.watch = _Snapshots(self)
+        metrics.watch = self._snapshots
 
     # -- models in the folder --
 
     def versions(self, name: str) -> dict[str, Path]:
         """Versions of a model in the folder, the newest last. Raises `UnknownModel`."""
-        is_checkpoint = self._loader.is_checkpoint
+        if not (found := self._versions(name)):
+            there = ", ".join(self.names()) or "none"
+            raise UnknownModel(f"there is no model {name[:100]!r} in this repository; it has {there}", model=name)
+        return found
+
+    def _versions(self, name: str) -> dict[str, Path]:
+        is_checkpoint, folder = self._loader.is_checkpoint, self.folder / name
         if name == ROOT_MODEL and is_checkpoint(self.folder):
             return {"": self.folder}
-        folder = self.folder / name
-        if not _NAME.fullmatch(name) or not _lies_in(folder, self.folder) or not folder.is_dir():
-            raise UnknownModel(
-                f"there is no model {name[:100]!r} in this repository; it has {', '.join(self.names()) or 'none'}", model=name
-            )
+        if not _NAME.fullmatch(name) or not self._holds(folder) or not folder.is_dir():
+            return {}
         if is_checkpoint(folder):
             return {"": folder}
         numbers = sorted((each for each in folder.iterdir() if each.name.isdecimal()), key=lambda each: int(each.name))
-        found = {each.name: each for each in numbers if _lies_in(each, self.folder) and is_checkpoint(each)}
-        if not found:
-            raise UnknownModel(f"model {name!r} has no checkpoint in its folder, nor in numbered folders below it", model=name)
-        return found
+        return {each.name: each for each in numbers if self._holds(each) and is_checkpoint(each)}
+
+    def _holds(self, path: Path) -> bool:
+        """Whether a path lies in the repository, symbolic links resolved."""
+        return path.resolve().is_relative_to(self.folder.resolve())
 
     def names(self) -> list[str]:
         """Models in the folder."""
         if self._loader.is_checkpoint(self.folder):
             return [ROOT_MODEL]
-        inside = sorted(each.name for each in self.folder.iterdir() if each.is_dir() and _NAME.fullmatch(each.name))
-        return [name for name in inside if self._has_versions(name)]
-
-    def _has_versions(self, name: str) -> bool:
-        folder, is_checkpoint = self.folder / name, self._loader.is_checkpoint
-        return _lies_in(folder, self.folder) and (
-            is_checkpoint(folder) or any(each.name.isdecimal() and is_checkpoint(each) for each in folder.iterdir())
-        )
+        return [each.name for each in sorted(self.folder.iterdir()) if self._versions(each.name)]
 
     def index(self, only_ready: bool = False) -> list[IndexEntry]:
         """State of every model."""
@@ -147,29 +125,20 @@ class ModelRepository:
     # -- models in use --
 
     def served(self, name: str, version: str = "") -> ServedVersion:
-        """The version in use.
-
-        Raises:
-            NotReady: the model is loading
-            UnknownModel: no such model is loaded, or in another version than `version`
-        """
+        """The version in use. Raises `NotReady` while it loads, and `UnknownModel`."""
         found = self._served.get(name)
         if found is None:
             if self._is_loading(name):
                 raise NotReady(f"model {name!r} is loading; try again")
             raise self._not_loaded(name)
         if not is_version(found.version, version):
-            raise UnknownModel(
-                f"model {name!r} is served in version {found.version}, not {version[:40]!r}", model=name, version=version
-            )
+            words = f"model {name!r} is served in version {found.version}, not {version[:40]!r}"
+            raise UnknownModel(words, model=name, version=version)
         return found
 
     def _not_loaded(self, name: str) -> UnknownModel:
-        return UnknownModel(
-            f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}",
-            model=name,
-            loaded=[*self._served],
-        )
+        words = f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}"
+        return UnknownModel(words, model=name, loaded=[*self._served])
 
     def _is_loading(self, name: str) -> bool:
         return name in self._pending or (name in self._load_locks and self._load_locks[name].locked())
@@ -177,6 +146,11 @@ class ModelRepository:
     def all_served(self) -> list[ServedVersion]:
         """Every version in use."""
         return list(self._served.values())
+
+    def _snapshots(self) -> Iterator[ModelSnapshot]:
+        for each in self.all_served():
+            shards = () if each.owner else tuple(each.model.shards())  # companions share the shards of their owner
+            yield ModelSnapshot(each.model.name, each.version, each.batcher.queued, shards)
 
     @property
     def ready(self) -> bool:
@@ -201,11 +175,8 @@ class ModelRepository:
             name = served.owner or name
         found = self.versions(name)
         if version and version not in found:
-            raise UnknownModel(
-                f"model {name!r} has no version {version[:40]!r}; it has {', '.join(filter(None, found)) or 'one'}",
-                model=name,
-                version=version,
-            )
+            words = f"model {name!r} has no version {version[:40]!r}; it has {', '.join(filter(None, found)) or 'one'}"
+            raise UnknownModel(words, model=name, version=version)
         version = version or next(reversed(found))
         async with self._load_locks.setdefault(name, asyncio.Lock()):
             if not quiet:
@@ -315,22 +286,6 @@ class ModelRepository:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
 
-@dataclass(frozen=True)
-class _Snapshots:
-    """Iterates over the models in use, for metrics."""
-
-    repository: ModelRepository
-
-    def __iter__(self) -> Iterator[ModelSnapshot]:
-        for each in self.repository.all_served():
-            shards = () if each.owner else tuple(each.model.shards())  # companions share the shards of their owner
-            yield ModelSnapshot(each.model.name, each.version, each.batcher.queued, shards)
-
-
 async def _close_all(batchers: Sequence[DynamicBatcher]) -> None:
     for batcher in batchers:
         await batcher.close()
-
-
-def _lies_in(path: Path, folder: Path) -> bool:
-    return path.resolve().is_relative_to(folder.resolve())

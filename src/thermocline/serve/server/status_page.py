@@ -1,8 +1,7 @@
 """The status page: state, load, latency and shards of a server.
 
-`/status.json` holds the numbers, and under `html` the content of the page at `/`. A short script refreshes the page every two
-seconds. `status_report` makes the same page from a saved `status.json` (`thermocline serve status --report`); it needs no
-server.
+`/status.json` holds the numbers, and under `html` the content of the page at `/`, which a short script refreshes every two
+seconds. `status_report` makes the same page from a saved `status.json` (`thermocline serve status --report`).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from thermocline.report.numbers import Number, brief, count, seconds, share, siz
 from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
 
 if TYPE_CHECKING:
-    from .history import MetricsHistory
     from .inference_service import InferenceService
+    from .metrics import MetricsHistory
 
 Status = Mapping[str, Any]
 
@@ -53,19 +52,18 @@ def status_report(status: Status, address: str, at: str) -> str:
 
 
 def _numbers(service: InferenceService, history: MetricsHistory) -> dict[str, Any]:
-    from .history import SECONDS  # deferred: needs prometheus_client, which a report does not
-    from .metrics import BOUNDS
+    from .metrics import BOUNDS, SECONDS, quantile  # deferred: needs prometheus_client, which a report does not
 
     last = history.window(10)
     return {
         "version": __version__,
         "state": _state(service),
         "uptime": time.time() - service.metrics.started,
-        "requests_per_second": last.requests,
-        "refused_per_second": last.failed,
-        "ids_per_second": last.ids,
-        "p50": last.p50,
-        "p99": last.p99,
+        "requests_per_second": last.answered / last.at,
+        "refused_per_second": last.failed / last.at,
+        "ids_per_second": last.ids / last.at,
+        "p50": quantile(last.counts, 0.5),
+        "p99": quantile(last.counts, 0.99),
         "refused": service.failed,
         "history_seconds": SECONDS,
         "rates": history.rates(),  # [seconds ago, requests]
@@ -78,7 +76,7 @@ def _numbers(service: InferenceService, history: MetricsHistory) -> dict[str, An
                 "imbalance": each.imbalance,
                 "cards": [shard._asdict() for shard in each.shards],
             }
-            for each in service.metrics.watch
+            for each in service.metrics.watch()
         ],
         "repository": [
             {"name": each.name, "version": each.version, "state": each.state.lower(), "note": each.reason}
@@ -90,13 +88,14 @@ def _numbers(service: InferenceService, history: MetricsHistory) -> dict[str, An
 def _state(service: InferenceService) -> str:
     if service.repository.draining:
         return "draining"
-    if not service.server_ready():
+    if not service.repository.ready:
         return "loading"
-    down = [shard.number for model in service.metrics.watch for shard in model.shards if not shard.ready]
+    down = [shard.number for model in service.metrics.watch() for shard in model.shards if not shard.ready]
     return f"shard {down[0]} down" if len(down) == 1 else f"{len(down)} shards down" if down else "ready"
 
 
 def _content(status: Status) -> Html:
+    entries = [(each["name"], each["version"] or "-", each["state"], each["note"]) for each in status["repository"]]
     return join(
         paragraph(f"{status['state'].capitalize()}, up for {_duration(status['uptime'])}."),
         facts(
@@ -111,7 +110,7 @@ def _content(status: Status) -> Html:
         ),
         figures(_load(status), _latency(status)),
         *(_model(each) for each in status["models"]),
-        section("Repository", _repository(status)),
+        section("Repository", table(("model", "version", "state", "note"), entries)),
     )
 
 
@@ -134,15 +133,11 @@ def _model(model: Status) -> Html:
     total = sum(shard["lookups"] for shard in shards)
     rows = [
         (
-            f"shard {shard['number']}",
-            "ready" if shard["ready"] else "down",
-            size(shard["bytes"]),
-            count(shard["lookups"]),
-            share(shard["lookups"] / max(total, 1)),
-            str(shard["pid"]),
+            f"shard {shard['number']}", "ready" if shard["ready"] else "down", size(shard["bytes"]), count(shard["lookups"]),
+            share(shard["lookups"] / max(total, 1)), str(shard["pid"]),
         )
         for shard in shards
-    ]
+    ]  # fmt: skip
     heads = ("shard", "state", "rows", "lookups", "share", "process")
     shown = [Bar(f"shard {shard['number']}", {"lookups": float(shard["lookups"])}) for shard in shards]
     return section(
@@ -153,20 +148,12 @@ def _model(model: Status) -> Html:
     )
 
 
-def _repository(status: Status) -> Html:
-    return table(
-        ("model", "version", "state", "note"),
-        [(each["name"], each["version"] or "-", each["state"], each["note"]) for each in status["repository"]],
-    )
-
-
 def _round(value: float) -> float:
     return float(round(value)) if value >= 10 else round(value, 1)
 
 
 def _duration(passed: float) -> str:
-    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1)):
-        if passed >= length or unit == "second":
-            number = int(passed // length)
-            return f"{number} {unit}{'' if number == 1 else 's'}"
-    raise AssertionError
+    units = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
+    unit, length = next((one for one in units if passed >= one[1]), units[-1])
+    number = int(passed // length)
+    return f"{number} {unit}{'' if number == 1 else 's'}"

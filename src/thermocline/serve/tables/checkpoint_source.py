@@ -1,8 +1,7 @@
 """A checkpoint as a source of served tables: shapes, pooling modes, id maps, load jobs and deltas.
 
-Rows are served in the precision in which they were saved. A table with rows in several precisions is served in fp32, which
-holds every row exactly. Rows that were in the cache when the checkpoint was written are rounded to their table's precision, as
-`flush` rounds them.
+Rows are served in the precision in which they were saved; a table with rows in several precisions in fp32, which holds every
+row exactly. Rows that were cached when the checkpoint was written are rounded to their table's precision, as `flush` rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +38,9 @@ class CheckpointSource:
     def __init__(self, folder: Path | str) -> None:
         self.checkpoint = Checkpoint.open(folder)
         manifest = self.checkpoint.manifest
-        self.tables = [ServedTable(t.name, t.rows, t.dim, _served_format(t.precisions), t.features) for t in manifest.tables]
+        formats = [format_of(t.precisions[0]) if len(t.precisions) == 1 else F.FP32 for t in manifest.tables]
+        served = zip(manifest.tables, formats, strict=True)
+        self.tables = [ServedTable(t.name, t.rows, t.dim, format, t.features) for t, format in served]
         kinds = {module.name: module.settings.get("mode", "none") for module in manifest.modules}
         modes = {feature: kinds[table.module] for table in manifest.tables for feature in table.features}
         self.modes = {feature: F.SUM if mode == "none" else F.MODES.index(mode) for feature, mode in modes.items()}
@@ -73,17 +74,10 @@ class CheckpointSource:
         """The job of shard processes: all rows that are served in the precision in which they are stored."""
         manifest = self.checkpoint.manifest
         names = [file.name for file in manifest.files]
-        phases = [
-            tuple(
-                self._file_slice(section, names)
-                for section in save.sections
-                if section.count and self._has_one_precision(section.table)
-            )
-            for save in manifest.saves
-        ]
+        sections = [[s for s in save.sections if s.count and self._has_one_precision(s.table)] for save in manifest.saves]
+        phases = tuple(tuple(self._file_slice(section, names) for section in each) for each in sections)
         files = tuple(str(self.checkpoint.folder / name) for name in names)
-        checksums = tuple((n, file.sha256) for n, file in enumerate(manifest.files))
-        return LoadJob(layout, files, tuple(phases), checksums)
+        return LoadJob(layout, files, phases, tuple((n, file.sha256) for n, file in enumerate(manifest.files)))
 
     def _has_one_precision(self, table: str) -> bool:
         return len(self.checkpoint.manifest.table(table).precisions) == 1
@@ -101,18 +95,16 @@ class CheckpointSource:
     def deltas(self, after: int) -> dict[str, RowDelta] | None:
         """Rows that incremental saves after save number `after` changed, by table, checksums verified.
 
-        Returns:
-            None if all rows must be loaded again, as after a full save
+        None if all rows must be loaded again, as after a full save.
         """
         deltas = self.checkpoint.deltas(after)
         if deltas is None or not all(self._has_one_precision(table.name) for table in self.tables):
             return None
         for save in self.checkpoint.manifest.saves:
             for file in save.files if save.number > after else ():
-                if (found := sha256_of(self.checkpoint.folder / file.name)) != file.sha256:
-                    raise damaged(
-                        self.checkpoint.folder / file.name, f"its sha256 is {found[:12]}..., not {file.sha256[:12]}..."
-                    )
+                path = self.checkpoint.folder / file.name
+                if (found := sha256_of(path)) != file.sha256:
+                    raise damaged(path, f"its sha256 is {found[:12]}..., not {file.sha256[:12]}...")
         changed = {table.name: list(_row_deltas(deltas, table.name)) for table in self.tables}
         return {name: merge_deltas(parts) for name, parts in changed.items() if parts}
 
@@ -138,7 +130,3 @@ def _row_deltas(deltas: Sequence[Delta], table: str) -> Iterator[RowDelta]:
 def _put_values(put: Put, layout: ShardedTableLayout, rows_K: torch.Tensor, values_KD: torch.Tensor) -> None:
     codes_KB, meta_KW = quantize_rows(values_KD, layout.table.format, None, None)
     put(layout, rows_K.numpy(), codes_KB.numpy(), meta_KW.numpy())
-
-
-def _served_format(precisions: Sequence[str]) -> int:
-    return format_of(precisions[0]) if len(precisions) == 1 else F.FP32

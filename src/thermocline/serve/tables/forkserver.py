@@ -1,37 +1,71 @@
 """The forkserver: a process that has imported what shard processes need, and forks them.
 
-    python -m thermocline.serve.tables.forkserver             started by `supervisor.py`; standard input is a socket
-
 Python and numpy take 0.17 s to start, which forked processes save. The server itself cannot fork: it has threads, whose locks a
-child would hold for ever. The forkserver has none. (multiprocessing's forkserver would import the server's main module.)
-
-Shard processes are not children of the supervisor, which watches them through a process descriptor (`pidfd`). They outlive
-their forkserver; the next start opens another one.
+child would hold for ever. (multiprocessing's forkserver would import the server's main module.) Shard processes are not
+children of the supervisor, which watches them through a process descriptor, and they outlive their forkserver.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 
 from thermocline.serve.errors import ShardDown
 
 from .shard_server import main as run_shard_server
-from .shard_server import receive, send
+from .shard_server import receive, send, socket_pair
 
 _ATTEMPTS = 3
 
 
-class ForkedProcess(NamedTuple):
-    """A new process: a socket to it, its pid, and its pidfd."""
+class ShardProcess:
+    """A running shard process: a socket to it, its pid, and its process descriptor."""
 
-    socket: socket.socket
-    pid: int
-    pidfd: int
+    def __init__(self, socket: socket.socket, pid: int, pidfd: int) -> None:
+        self.socket, self.pid, self._pidfd = socket, pid, pidfd
+
+    def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Send a message. A process that is gone is noticed by `reply`."""
+        with suppress(OSError):
+            send(self.socket, message, list(descriptors))
+
+    def reply(self) -> dict[str, Any]:
+        """The reply to a message. Raises EOFError if the process is gone."""
+        try:
+            return receive(self.socket)[0]
+        except OSError:
+            raise EOFError from None
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the end of the process, at most `seconds`; whether it has ended."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(None if seconds is None else 1000 * seconds))
+
+    def end(self) -> None:
+        """Ask the process to end, and kill it if it does not."""
+        self.socket.close()
+        if not self.wait(5):
+            self.kill()
+            self.wait()
+        with suppress(ChildProcessError):  # a child only if the forkserver is gone and this is process 1, as in a container
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+
+    def kill(self) -> None:
+        """Kill the process. `reply` raises, also in a thread that waits for it."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def __del__(self) -> None:
+        os.close(self._pidfd)
 
 
 class Forkserver:
@@ -42,9 +76,8 @@ class Forkserver:
         self._open()
 
     def _open(self) -> None:
-        package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        mine, theirs = socket.socketpair()
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))))
+        mine, theirs = socket_pair()
         with theirs, ExitStack() as on_error:
             on_error.callback(mine.close)
             self.process = subprocess.Popen(
@@ -57,7 +90,7 @@ class Forkserver:
             on_error.pop_all()
         self._socket = mine
 
-    def start(self, number: int) -> ForkedProcess:
+    def start(self, number: int) -> ShardProcess:
         """Start a shard process. Raises `ShardDown` after several attempts."""
         for _ in range(_ATTEMPTS):
             try:
@@ -68,14 +101,14 @@ class Forkserver:
                     self._open()
         raise ShardDown(self._first + number, f"no process could be started for it, {_ATTEMPTS} times")
 
-    def _fork(self, number: int) -> ForkedProcess:
-        mine, theirs = socket.socketpair()
+    def _fork(self, number: int) -> ShardProcess:
+        mine, theirs = socket_pair()
         with theirs, ExitStack() as on_error:
             on_error.callback(mine.close)
             send(self._socket, {"number": number}, [theirs.fileno()])
             reply, (pidfd,) = receive(self._socket)
             on_error.pop_all()
-            return ForkedProcess(mine, reply["pid"], pidfd)
+            return ShardProcess(mine, reply["pid"], pidfd)
 
     def close(self) -> None:
         """End the forkserver. Its shard processes live on."""
@@ -90,24 +123,26 @@ class Forkserver:
 def main() -> None:
     """Fork shard processes until the supervisor is gone."""
     supervisor = socket.socket(fileno=os.dup(0))
-    while True:
-        try:
+    with suppress(EOFError, ConnectionError):
+        while True:
             message, (descriptor,) = receive(supervisor)
-        except EOFError:
             _reap()
-            return
-        _reap()
-        pid = os.fork()
-        if pid == 0:
-            supervisor.close()  # an open copy would hide the end of the forkserver
-            _run_child(message["number"], descriptor)
-        os.close(descriptor)
-        pidfd = os.pidfd_open(pid)
-        try:
+            pid = os.fork()
+            if pid == 0:
+                supervisor.close()  # an open copy would hide the end of the forkserver
+                _run_child(message["number"], descriptor)
+            os.close(descriptor)
+            pidfd = os.pidfd_open(pid)
             send(supervisor, {"pid": pid}, [pidfd])
-        except ConnectionError:
-            return
-        os.close(pidfd)
+            os.close(pidfd)
+    _reap()
+
+
+def _reap() -> None:
+    """Reap shard processes that have ended."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _run_child(number: int, descriptor: int) -> None:
@@ -120,13 +155,6 @@ def _run_child(number: int, descriptor: int) -> None:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(0)
-
-
-def _reap() -> None:
-    """Reap shard processes that have ended."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 if __name__ == "__main__":

@@ -1,17 +1,12 @@
-"""Huge pages for served rows.
+"""Huge pages for served rows: in pages of 4 KiB, nearly every row that is looked up misses the TLB.
 
-Lookups touch rows at random, and with pages of 4 KiB nearly every one also misses the TLB. With other data in the caches, as in
-a server, 2,048 rows of 256 bytes from 256 MB took 106 us with pages of 4 KiB and 63 with pages of 2 MiB.
-
-`MADV_MADV_COLLAPSE` moves memory into a huge page, if its mapping is aligned. That takes 0.4 to 6 ms a page, and readers of the
-page wait. So a thread does it after the version is in use, one page at a time, with pauses. Rejected: before rows are loaded,
-which took four times as long as loading on a virtual machine.
+Collapsing memory into a page of 2 MiB takes 0.4 to 6 ms, and readers of the page wait. So a thread does it after the version is
+in use, one page at a time, with pauses. Before rows are loaded it would take four times as long as loading.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import threading
 import time
@@ -31,7 +26,6 @@ MAX_FAILURES = 8  # consecutive pages
 _MADV_COLLAPSE = 25  # since Linux 6.1
 _MAP_FIXED = 0x10
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage")
-_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.mmap.restype = ctypes.c_void_p
@@ -52,9 +46,8 @@ def map_aligned(descriptor: int, size: int) -> Bytes:
 
 def _map(at: int | None, size: int, access: int, how: int, descriptor: int) -> int:
     found = _libc.mmap(at, size, access, how, descriptor, 0)
-    if found == _FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{size:,} bytes cannot be mapped")
+    if found == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"{size:,} bytes cannot be mapped")
     return int(found)
 
 
@@ -66,12 +59,16 @@ def are_enabled() -> bool:
     return False
 
 
+def collapse(address: int, size: int) -> bool:
+    """Move memory into huge pages; whether that succeeded."""
+    return bool(_libc.madvise(address, size, _MADV_COLLAPSE) == 0)
+
+
 class HugePageThread:
-    """Moves memory in use into huge pages, in a thread. Holds weak references: freed memory is skipped."""
+    """Moves memory in use into huge pages, in a thread, until `stop`."""
 
     def __init__(self, memories: Sequence[Bytes]) -> None:
-        self._memories = [weakref.ref(memory) for memory in memories]
-        self._stopped, self._failures = threading.Event(), 0
+        self._memories, self._stopped = memories, threading.Event()
         self._thread = threading.Thread(target=self._run, name="huge-pages", daemon=True)
         if are_enabled():
             self._thread.start()
@@ -79,35 +76,15 @@ class HugePageThread:
     def stop(self) -> None:
         """Stop before the next page."""
         self._stopped.set()
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait until all memory is done."""
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
+        failures = 0
         for memory in self._memories:
-            at = 0
-            while (took := self._collapse_page(memory(), at)) is not None:
-                if self._stopped.wait(PAUSE * took):
+            begin = memory.__array_interface__["data"][0]
+            for at in range(begin, begin + memory.nbytes - HUGE_PAGE + 1, HUGE_PAGE):
+                began = time.perf_counter()
+                failures = 0 if collapse(at, HUGE_PAGE) else failures + 1
+                if failures == MAX_FAILURES or self._stopped.wait(PAUSE * (time.perf_counter() - began)):
                     return
-                at += HUGE_PAGE
-
-    def _collapse_page(self, memory: Bytes | None, at: int) -> float | None:
-        """Move one page, and return the seconds that it took; None after the last page."""
-        if memory is None or at + HUGE_PAGE > memory.nbytes or self._failures >= MAX_FAILURES:
-            return None
-        began = time.perf_counter()
-        if collapse(memory.__array_interface__["data"][0] + at, HUGE_PAGE):
-            self._failures = 0
-        elif ctypes.get_errno() == errno.EINVAL:  # an older kernel, or memory of another kind
-            self._failures = MAX_FAILURES
-        else:
-            self._failures += 1
-        return time.perf_counter() - began
-
-
-def collapse(address: int, size: int) -> bool:
-    """Move memory into huge pages. Returns False on failure; `ctypes.get_errno` has the reason."""
-    return bool(_libc.madvise(address, size, _MADV_COLLAPSE) == 0)

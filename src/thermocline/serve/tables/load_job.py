@@ -1,8 +1,5 @@
 """A load job: tables, their splits, and the places of their rows in checkpoint files. Serialized as one npz in memory.
 
-A *file slice* holds rows of one table: consecutive from row `first` on, or any, with their numbers at `rows` in the file.
-Slices of one phase may be written in any order; later phases are newer.
-
 Every shard process takes its share of every phase, whichever shard owns the rows: each byte is read once, in order, and
 processes write to each other's segments. The share of a process that died is done again; writing a row twice does no harm.
 """
@@ -28,7 +25,7 @@ CHUNK_ROWS = 1 << 14  # written at a time; the unit of shares
 
 
 class FileSlice(NamedTuple):
-    """Offsets in bytes from the beginning of the file."""
+    """Rows of one table in a file: consecutive, or any, with their numbers at `rows`. Offsets in bytes from its beginning."""
 
     table: int
     file: int
@@ -46,12 +43,12 @@ class FileSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadJob:
-    """What a shard process needs to load a version. `checksums`: (file number, sha256)."""
+    """What a shard process needs to load a version. Slices of a phase may be written in any order; later phases are newer."""
 
     layout: ShardLayout
     files: tuple[str, ...]
     phases: tuple[tuple[FileSlice, ...], ...]
-    checksums: tuple[tuple[int, str], ...] = ()
+    checksums: tuple[tuple[int, str], ...] = ()  # file number, sha256
     first: int = 0  # the first shard of this host
 
     def to_bytes(self) -> bytes:
@@ -86,22 +83,21 @@ class LoadJob:
         checksums = tuple((file, sha256) for file, sha256 in fields["checksums"])
         return cls(make_layout(tables, splits, records=True), tuple(fields["files"]), phases, checksums, fields["first"])
 
-    def run(self, phase: int, share: int, shares: int, segments: list[SharedSegment]) -> int:
-        """Write a share of the rows of a phase to the shards of this host. Returns the number of bytes."""
-        done, number, opened = 0, 0, dict[int, Bytes]()
+    def run(self, phase: int, share: int, shares: int, segments: list[SharedSegment]) -> None:
+        """Write a share of the rows of a phase to the shards of this host."""
+        number, opened = 0, dict[int, Bytes]()
         writers = [BlockWriter(each, segments, self.first) for each in self.layout.tables]
         for slice_ in self.phases[phase]:
             for begin, end in slice_.chunks():
                 if number % shares == share:
                     if slice_.file not in opened:
                         opened[slice_.file] = np.memmap(Path(self.files[slice_.file]), np.uint8, "r")
-                    done += _write_chunk(slice_, begin, end, opened[slice_.file], writers[slice_.table])
+                    _write_chunk(slice_, begin, end, opened[slice_.file], writers[slice_.table])
                 number += 1
-        return done
 
 
-def _write_chunk(slice_: FileSlice, begin: int, end: int, file: NDArray[np.uint8], writer: BlockWriter) -> int:
-    """Write some rows of a slice. Returns the number of bytes."""
+def _write_chunk(slice_: FileSlice, begin: int, end: int, file: NDArray[np.uint8], writer: BlockWriter) -> None:
+    """Write some rows of a slice."""
     table = writer.layout.table
     width, words = F.row_bytes(table.format, table.dim), F.META_WORDS[table.format]
     codes_RB: Any = np.ndarray((end - begin, width), np.uint8, file, slice_.codes + begin * width)
@@ -113,4 +109,3 @@ def _write_chunk(slice_: FileSlice, begin: int, end: int, file: NDArray[np.uint8
         rows_R: Any = np.ndarray((end - begin,), kind, file, slice_.rows + begin * np.dtype(kind).itemsize)
         memory = [segment.memory for segment in writer.segments]
         put_rows(writer.layout, memory, rows_R.astype(np.int64), codes_RB, meta_RW, writer.first)
-    return (end - begin) * (width + 4 * words)

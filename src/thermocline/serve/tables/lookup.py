@@ -1,7 +1,6 @@
 """Batched lookups in one version: requests are joined into one kernel launch, and its output is split again.
 
-Requests that are pooled by different modes need one launch for each mode. The kernels sum and average; maxima are taken here,
-over unpooled rows.
+Requests that are pooled by different modes need a launch for each. Maxima are taken here, over unpooled rows.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Splits of tables over shards. They follow from names, rows and the number of shards, and with a plan from heat.
 
-    range     rows in order: shard = row // per, per = rows / shards rounded up
-    hash      blocks of `shards` rows, one row for each shard, rotated by a hash of (table, block)
-    feature   whole tables: from the largest on, each to the shard with the fewest bytes
-    plan      as hash, with rotations chosen from heat so that all shards get the same lookups; rows of the plan's tier 1 are
-              copied to every shard, and read from all in turn
-
-Except for `feature`, every shard holds the same number of rows of a table, give or take one.
+range     rows in order: shard = row // per, per = rows / shards rounded up
+hash      blocks of `shards` rows, one row for each shard, rotated by a hash of (table, block)
+feature   whole tables: from the largest on, each to the shard with the fewest bytes
+plan      as hash, with rotations chosen from heat so that all shards get the same lookups, and copies of tier-1 rows
 """
 
 from __future__ import annotations
@@ -51,17 +48,11 @@ def hash_key(table: str) -> int:
 def split_tables(
     tables: Sequence[TableShape], shards: int, split: str, plan: Plan | None = None, heat: Mapping[str, RowHeat] | None = None
 ) -> list[TableSplit]:
-    """Split tables over shards.
+    """Split tables over 1 to `MAX_SHARDS` shards by one of `SPLITS`.
 
     Args:
-        tables: shapes of all tables
-        shards: 1 to `MAX_SHARDS`
-        split: one of `SPLITS`
         plan: for split="plan", made for as many shards
         heat: of each table by name, for split="plan"
-
-    Raises:
-        BadInput: a parameter out of range, or a plan of other tables
     """
     if not 1 <= shards <= MAX_SHARDS:
         raise BadInput(f"shards is {shards}; use 1 to {MAX_SHARDS}", parameter="shards", value=shards)
@@ -69,10 +60,8 @@ def split_tables(
         raise BadInput(f"split is {split!r}; use one of {', '.join(SPLITS)}", parameter="split", value=split)
     if split == "plan":
         if plan is None:
-            raise BadInput(
-                "split='plan' needs a plan of `thermocline plan make --goal serve`; give one, or use split='hash'",
-                parameter="plan",
-            )
+            words = "split='plan' needs a plan of `thermocline plan make --goal serve`; give one, or use split='hash'"
+            raise BadInput(words, parameter="plan")
         return _by_plan(tables, shards, plan, heat or {})
     if split == "feature":
         return _whole_tables(tables, shards)
@@ -92,19 +81,12 @@ def _whole_tables(tables: Sequence[TableShape], shards: int) -> list[TableSplit]
 def _by_plan(tables: Sequence[TableShape], shards: int, plan: Plan, heat: Mapping[str, RowHeat]) -> list[TableSplit]:
     planned = plan.topology.world_size
     if planned != shards:
-        raise BadInput(
-            f"the plan is for {planned} shards, not {shards}; plan for {shards}, or use split='hash'",
-            parameter="plan",
-            needed=planned,
-            available=shards,
-        )
+        words = f"the plan is for {planned} shards, not {shards}; plan for {shards}, or use split='hash'"
+        raise BadInput(words, parameter="plan", needed=planned, available=shards)
     known = {each.name: each for each in plan.tables}
     if missing := [table.name for table in tables if table.name not in known]:
-        raise BadInput(
-            f"the plan has no table {missing[0]!r}; it has {', '.join(known)}: plan for the tables of the checkpoint",
-            parameter="plan",
-            table=missing[0],
-        )
+        words = f"the plan has no table {missing[0]!r}; it has {', '.join(known)}: plan for the tables of the checkpoint"
+        raise BadInput(words, parameter="plan", table=missing[0])
     made: dict[str, TableSplit] = {}
     load_S = np.zeros(shards)
     # The table with the hottest row that is not copied comes first: the other tables can even out what it leaves.
@@ -123,22 +105,15 @@ def _hottest_count(plan: TablePlan, heat: RowHeat | None) -> int:
 
 def _planned(table: TableShape, shards: int, plan: TablePlan, heat: RowHeat | None, load_S: NDArray[np.float64]) -> TableSplit:
     if plan.rows != table.rows:
-        raise BadInput(
-            f"table {table.name!r} has {table.rows} rows, and {plan.rows} in the plan; plan for this checkpoint",
-            parameter="plan",
-            table=table.name,
-        )
+        words = f"table {table.name!r} has {table.rows} rows, and {plan.rows} in the plan; plan for this checkpoint"
+        raise BadInput(words, parameter="plan", table=table.name)
     if plan.placement == "card":
         return TableSplit(table.rows, shards, "ranges", first=plan.rank or 0, per=table.rows)
     copies = _copies(plan)
     if heat is None:
         if 0 < copies < table.rows:
-            raise BadInput(
-                f"the plan copies {copies} hot rows of table {table.name!r} to every shard; give the heat file that the plan "
-                "was made with, which names them",
-                parameter="heat",
-                table=table.name,
-            )
+            words = f"the plan copies {copies} hot rows of table {table.name!r}; give the heat file that the plan was made with"
+            raise BadInput(words, parameter="heat", table=table.name)
         heat = RowHeat(np.zeros(0, np.int64), np.zeros(0, np.int64))
     return balanced_split(table, shards, heat, copies, load_S)
 

@@ -50,11 +50,8 @@ def parse_request(version: TableVersion, request: Mapping[str, Array]) -> Parsed
             continue
         feature = name.removesuffix(OFFSETS).removesuffix(WEIGHTS)
         if feature == name or feature not in numbers:
-            raise BadInput(
-                f"input {name!r} is not known; the features are {list_names(version.features)}, each with its '.offsets' and "
-                "'.weights'",
-                parameter=name,
-            )
+            features = f"the features are {list_names(version.features)}, each with its '.offsets' and '.weights'"
+            raise BadInput(f"input {name!r} is not known; {features}", parameter=name)
         if feature not in request:
             raise BadInput(f"input {name!r} is there, but {feature!r} is not", parameter=feature)
     if not parsed:
@@ -79,26 +76,22 @@ def _check_vector(name: str, array: Array, types: Sequence[type], wanted: str) -
     if array.dtype not in types:
         raise BadInput(f"input {name!r} is {array.dtype}; it must be {wanted}", parameter=name, value=array.dtype)
     if array.ndim != 1:
-        raise BadInput(
-            f"input {name!r} has the shape {list(array.shape)}; it must have one dimension", parameter=name, value=array.shape
-        )
+        words = f"input {name!r} has the shape {list(array.shape)}; it must have one dimension"
+        raise BadInput(words, parameter=name, value=array.shape)
 
 
 def _check_offsets(name: str, starts_B: Array, count: int) -> None:
+    if len(starts_B) == 0 and count:
+        raise BadInput(f"input {name!r} is empty, but there are {count} ids; give the first id of each bag", parameter=name)
     if len(starts_B) == 0:
-        if count:
-            raise BadInput(f"input {name!r} is empty, but there are {count} ids; give the first id of each bag", parameter=name)
         return
     if starts_B[0] != 0:
         raise BadInput(f"input {name!r} begins with {starts_B[0]}; the first bag begins at 0", parameter=name)
     falls_B = starts_B[1:] < starts_B[:-1]
     if falls_B.any():
-        at = int(falls_B.argmax())
-        raise BadInput(
-            f"input {name!r} falls from {starts_B[at]} to {starts_B[at + 1]} at position {at + 1}; it must not decrease",
-            parameter=name,
-            position=at + 1,
-        )
+        at = int(falls_B.argmax()) + 1
+        falls = f"falls from {starts_B[at - 1]} to {starts_B[at]} at position {at}"
+        raise BadInput(f"input {name!r} {falls}; it must not decrease", parameter=name, position=at)
     if starts_B[-1] > count:
         raise BadInput(f"input {name!r} ends with {starts_B[-1]}, but there are {count} ids", parameter=name)
 
@@ -110,19 +103,15 @@ def _check_weights(version: TableVersion, number: int, ids_N: Array, starts_B: A
     if len(weights_N) != len(ids_N):
         raise BadInput(f"input {name!r} has {len(weights_N)} weights for {len(ids_N)} ids; give one for each", parameter=name)
     if starts_B is None:
-        raise BadInput(
-            f"input {name!r} needs {feature + OFFSETS!r}: only ids in bags have weights", parameter=feature + OFFSETS
-        )
-    if version.modes[feature] != F.SUM:
-        raise BadInput(
-            f"feature {feature!r} is pooled by {F.MODES[version.modes[feature]]}; only sums take weights", parameter=name
-        )
+        offsets = feature + OFFSETS
+        raise BadInput(f"input {name!r} needs {offsets!r}: only ids in bags have weights", parameter=offsets)
+    if (mode := version.modes[feature]) != F.SUM:
+        raise BadInput(f"feature {feature!r} is pooled by {F.MODES[mode]}; only sums take weights", parameter=name)
     finite_N = np.isfinite(weights_N)
     if not finite_N.all():
         at = int((~finite_N).argmax())
-        raise BadInput(
-            f"input {name!r} has {weights_N[at]} at position {at}; weights must be finite", parameter=name, position=at
-        )
+        words = f"input {name!r} has {weights_N[at]} at position {at}; weights must be finite"
+        raise BadInput(words, parameter=name, position=at)
 
 
 def as_array(name: str, value: Array | torch.Tensor | Sequence[int]) -> Array:

@@ -1,17 +1,15 @@
-"""Shard and place of every row of a table, computed from the row number.
+"""Shard and place of every row of a table, computed from the row number; without torch, for shard processes.
 
     ranges    shard = first + row // per,  place = row % per
     blocks    blocks of `shards` rows, one row for each shard, each block rotated by a number: hashed, or chosen from heat
 
-The kernels compute the same (`kernels/serve/fields.py`). *Copied* rows are in every shard, after the rows that it owns. There
-is no list of owners. Rotated blocks rather than a hash of each row: places stay dense, and neighbouring rows, which are often
-hot together, are never in the same shard.
-
-This module needs no torch, so that shard processes start in a tenth of a second.
+The kernels compute the same (`kernels/serve/fields.py`). *Copied* rows are in every shard, after the rows that it owns. Rotated
+blocks rather than a hash of each row: places stay dense, and neighbouring rows, often hot together, are in different shards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -90,6 +88,17 @@ class TableSplit:
         if high > low and rows_B[-1] >= end - begin:
             high -= 1
         return rows_B[low:high], slice(first + low, first + high) if high > low else slice(0, 0)
+
+    def placed(self, shards: range, rows_K: Rows) -> Iterator[tuple[int, Rows, Rows]]:
+        """(shard, which of the rows it holds, their places) for the rows that each shard owns, and for copies."""
+        shard_K, place_K = self.owner_and_place(rows_K)
+        copied_K = np.flatnonzero(np.isin(rows_K, self.copied_H))
+        copy_place_K = self.owned + np.searchsorted(self.copied_H, rows_K[copied_K])
+        for shard in shards:
+            if not self.everywhere:
+                owned_K = np.flatnonzero(shard_K == shard)
+                yield shard, owned_K, place_K[owned_K]
+            yield shard, copied_K, copy_place_K
 
     def copied_in(self, begin: int, end: int) -> tuple[Rows, slice]:
         """Which of rows begin to end - 1 are copied, counted from `begin`, and the places of the copies."""

@@ -1,13 +1,10 @@
-"""Memory of the shards: one segment of bytes for each, and the layout of tables in it.
+"""Memory of the shards: one segment of bytes for each, and the layout of tables in it; without torch, for shard processes.
 
 On a CPU a segment is anonymous shared memory (`memfd`). It lives as long as a process maps it, so it outlives the shard process
-that filled it, needs no name that a crash would leave behind, and is not limited by the size of /dev/shm. A row is a *record*
-there: metadata in front of the codes, padded to whole words, because one address then finds both. On a GPU codes and metadata
-are apart, as in an arena, so that codes stay aligned.
+that filled it, needs no name, and is not limited by /dev/shm. A row is a *record* there: metadata in front of the codes, padded
+to whole words, because one address then finds both. On a GPU codes and metadata are apart, so that codes stay aligned.
 
     cpu    | meta codes . | meta codes . | ...       cuda    | codes | codes | ...   | meta | meta | ...
-
-This module needs no torch: shard processes write rows with numpy.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,13 +59,9 @@ class ShardedTableLayout:
 
     def views(self, segment: Bytes, shard: int) -> tuple[Bytes, Words]:
         """Codes and meta words of the table in the segment of a shard, by place."""
-        return self.views_at(segment, self.split.places(shard), self.codes_S[shard], self.meta_S[shard])
-
-    def views_at(self, segment: Bytes, places: int, codes: int, meta: int) -> tuple[Bytes, Words]:
-        """Codes and meta words at two offsets of a segment."""
-        format, dim = self.table.format, self.table.dim
-        width, words = F.row_bytes(format, dim), F.META_WORDS[format]
-        codes_PB: Bytes = np.ndarray((places, width), np.uint8, segment, codes, (self.stride, 1))
+        places, meta = self.split.places(shard), self.meta_S[shard]
+        width, words = F.row_bytes(self.table.format, self.table.dim), F.META_WORDS[self.table.format]
+        codes_PB: Bytes = np.ndarray((places, width), np.uint8, segment, self.codes_S[shard], (self.stride, 1))
         meta_PW: Words = np.ndarray((places, words), np.int32, segment, meta if words else 0, (self.meta_stride, 4))
         return codes_PB, meta_PW
 
@@ -86,43 +79,34 @@ class ShardLayout:
         return sum(self.sizes_S)
 
 
-def strides(format: int, dim: int, records: bool) -> tuple[int, int]:
-    """Distances of places: of codes, and of meta words."""
-    width, words = F.row_bytes(format, dim), 4 * F.META_WORDS[format]
-    if not records:
-        return width, words
-    record = words + (width if words == 0 else -(-width // 4) * 4)
-    return record, record
-
-
 def make_layout(tables: Sequence[ServedTable], splits: Sequence[TableSplit], records: bool) -> ShardLayout:
     """Lay tables out in segments. `records`: metadata in front of the codes of its row."""
     shards = splits[0].shards
     sizes = [0] * shards
     layouts = []
     for table, split in zip(tables, splits, strict=True):
-        stride, meta_stride = strides(table.format, table.dim, records)
+        width, words = F.row_bytes(table.format, table.dim), 4 * F.META_WORDS[table.format]
+        record = words + (width if words == 0 else -(-width // 4) * 4)
+        stride, meta_stride = (record, record) if records else (width, words)
         codes_S, meta_S = [], []
         for shard in range(shards):
-            places, begin, words = split.places(shard), align(sizes[shard]), 4 * F.META_WORDS[table.format]
+            places, begin = split.places(shard), _align(sizes[shard])
             codes_S.append(begin + words if records else begin)
-            meta_S.append(begin if records else align(begin + places * stride))
+            meta_S.append(begin if records else _align(begin + places * stride))
             sizes[shard] = begin + places * stride if records else meta_S[-1] + places * meta_stride
         layouts.append(ShardedTableLayout(table, split, stride, meta_stride, tuple(codes_S), tuple(meta_S)))
     # Vector loads may read, and ignore, a little beyond the last row.
-    return ShardLayout(shards, tuple(layouts), tuple(align(size) + _ALIGN for size in sizes))
+    return ShardLayout(shards, tuple(layouts), tuple(_align(size) + _ALIGN for size in sizes))
 
 
-def align(size: int) -> int:
-    """A size rounded up to whole cache lines."""
+def _align(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
 class BlockWriter:
     """Writes consecutive rows of one table to the shards that own them. Not thread-safe.
 
-    Records are made in a private buffer and written with `pwrite`: through the mapping every page would be a fault, which takes
-    twice as long. `first` is the shard of the first segment.
+    Records are made in a private buffer and written with `pwrite`: page faults of a mapping take twice the time.
     """
 
     def __init__(self, layout: ShardedTableLayout, segments: Sequence[SharedSegment], first: int = 0) -> None:
@@ -164,18 +148,9 @@ def put_rows(
     layout: ShardedTableLayout, segments: Sequence[Bytes], rows_K: Rows, codes_KB: Bytes, meta_KW: Words, first: int = 0
 ) -> None:  # fmt: skip
     """Write any rows, each at most once, to the shards from `first` on, whose segments are given."""
-    split = layout.split
-    shard_K, place_K = split.owner_and_place(rows_K)
-    rank_K = np.searchsorted(split.copied_H, rows_K)
-    copied_K = np.flatnonzero(np.isin(rows_K, split.copied_H))
-    for shard, segment in enumerate(segments, first):
-        codes_PB, meta_PW = layout.views(segment, shard)
-        if not split.everywhere:
-            owned_K = np.flatnonzero(shard_K == shard)
-            codes_PB[place_K[owned_K]] = codes_KB[owned_K]
-            meta_PW[place_K[owned_K]] = meta_KW[owned_K]
-        codes_PB[split.owned + rank_K[copied_K]] = codes_KB[copied_K]
-        meta_PW[split.owned + rank_K[copied_K]] = meta_KW[copied_K]
+    for shard, which_K, at_K in layout.split.placed(range(first, first + len(segments)), rows_K):
+        codes_PB, meta_PW = layout.views(segments[shard - first], shard)
+        codes_PB[at_K], meta_PW[at_K] = codes_KB[which_K], meta_KW[which_K]
 
 
 class SharedSegment:
@@ -210,20 +185,15 @@ def check_fits(needed: int, what: str, available: int | None = None) -> None:
     """Raise `BadInput` if `needed` bytes do not fit into the available memory, by default of this machine."""
     free = free_bytes() if available is None else available
     if needed > free:
-        raise BadInput(
-            f"{what} needs {needed:,} bytes, and {free:,} are free; unload a version, serve a smaller precision, or use a "
-            "machine with more memory",
-            needed=needed,
-            available=free,
-        )
+        way_out = "unload a version, serve a smaller precision, or use a machine with more memory"
+        raise BadInput(f"{what} needs {needed:,} bytes, and {free:,} are free; {way_out}", needed=needed, available=free)
 
 
 def free_bytes() -> int:
     """Available memory of the machine, or of its control group if that is less."""
-    found: list[int] = []
     with open("/proc/meminfo") as file:
-        lines: dict[str, Any] = dict(line.split(":") for line in file)
-    found.append(1024 * int(lines["MemAvailable"].split()[0]))
+        lines = dict(line.split(":") for line in file)
+    found = [1024 * int(lines["MemAvailable"].split()[0])]
     try:
         limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
         if limit != "max":

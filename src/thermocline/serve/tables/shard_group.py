@@ -8,6 +8,7 @@ The current `TableVersion` is an immutable value, replaced by one assignment: ev
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from thermocline.kernels.serve.cpu import UnpooledLookup
 
 Array = NDArray[Any]
+_VERSIONS = itertools.count(1)  # numbers of loaded versions, for shard processes and other hosts
 
 
 class ShardGroup:
@@ -82,14 +84,11 @@ class ShardGroup:
         self._plan = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         self._heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
         self._tally_S = np.zeros(shards + 1, np.int64)
-        self._load_lock = threading.Lock()
-        self._publish_lock = threading.Lock()  # held briefly: no version is published after `_closed` is set
-        self._closed = False
-        self._loads = 0
+        self._load_lock, self._publish_lock = threading.Lock(), threading.Lock()  # the second is held briefly
+        self._closed = False  # no version is published after it is set
         self._current: TableVersion | None = None
         self._huge_pages = HugePageThread(())
-        self._held = ""  # what the supervisor calls the current version
-        self._remote_numbers: dict[str, int] = {}  # what other hosts call versions
+        self._held = 0  # the number of the current version
         self._source = source = CheckpointSource(folder)
         source.splits(shards, split, self._plan, self._heat)  # raises before processes are started
         self._hosts = connect_remote_hosts(self.device.type, shards)
@@ -153,48 +152,45 @@ class ShardGroup:
             self._check_open()
             splits = source.splits(self.count, self.split, self._plan, self._heat)
             layout = make_layout(source.tables, splits, records=self.device.type == "cpu")
-            held, memory = "", list[Bytes]()
+            number, memory = next(_VERSIONS), list[Bytes]()
             if self._supervisor is None:
                 segments: list[Any] = list(gpu_shards.load(source, layout, self.count))
             else:
-                held = f"{self._loads}"
-                self._loads += 1
-                segments, memory = self._load_processes(source, layout, held, self._supervisor)
-            fetch = None if self._hosts is None else RemoteFetch(self._hosts, layout, self._remote_numbers[held])
+                segments, memory = self._load_processes(source, layout, number, self._supervisor)
+            fetch = None if self._hosts is None else RemoteFetch(self._hosts, layout, number)
             about = (source.id_maps, source.modes, source.dense, self._tally_S, fetch)
             version = TableVersion.of(source.name, layout, segments, *about)
             warm_up(version)
             try:
                 with self._publish_lock:
                     self._check_open()  # `close` does not wait for loads
-                    before, self._current, self._held, self._source = self._held, version, held, source
+                    before, self._current, self._held, self._source = self._held, version, number, source
                     old_thread, self._huge_pages = self._huge_pages, HugePageThread(memory)
             except NotReady:
-                self._drop(held)
+                self._drop(number)
                 raise
             old_thread.stop()
             if before and self._supervisor is not None:
-                self._supervisor.drop(before)
+                self._supervisor.drop(str(before))
                 if self._hosts is not None:
-                    self._hosts.drop_later(self._remote_numbers.pop(before))
+                    self._hosts.drop_later(before)
 
-    def _drop(self, held: str) -> None:
+    def _drop(self, number: int) -> None:
         """Release a version that is not in use."""
         if self._supervisor is not None:
-            self._supervisor.drop(held)
+            self._supervisor.drop(str(number))
         if self._hosts is not None:
-            self._hosts.drop(self._remote_numbers.pop(held))
+            self._hosts.drop(number)
 
     def _load_processes(
-        self, source: CheckpointSource, layout: ShardLayout, held: str, supervisor: Supervisor
+        self, source: CheckpointSource, layout: ShardLayout, number: int, supervisor: Supervisor
     ) -> tuple[list[Any], list[Bytes]]:
         """Load with shard processes. Returns the segments of all shards, and the memory of those on this host."""
         hosts, job = self._hosts, source.load_job(layout)
         local = range(layout.shards) if hosts is None else hosts.local_shards(layout.shards)
         check_fits(sum(layout.sizes_S[: len(local)]), f"'{source.checkpoint.folder}' on {len(local)} shards")
         segments = [SharedSegment(layout.sizes_S[shard], f"shard-{shard}") for shard in local]
-        number, wait = (0, None) if hosts is None else hosts.load(self._remote_name, job, layout.shards)
-        self._remote_numbers[held] = number
+        wait = None if hosts is None else hosts.load(self._remote_name, number, job, layout.shards)
         memory = [segment.memory for segment in segments]
 
         def put(table: ShardedTableLayout, *rows: Any) -> None:
@@ -204,13 +200,13 @@ class ShardGroup:
 
         try:
             try:
-                supervisor.load(held, job, segments)
+                supervisor.load(str(number), job, segments)
             finally:
                 if wait is not None:
                     wait()
             source.put_rest(layout.tables, put)
         except BaseException:
-            self._drop(held)
+            self._drop(number)
             self._check_open()  # if the group was closed, that is the reason
             raise
         with ThreadPoolExecutor(min(len(segments), 8)) as several:
@@ -240,8 +236,7 @@ class ShardGroup:
         Raises:
             FormatError: the newer save is damaged
         """
-        newer = self._source.checkpoint.newer()
-        if newer is None:
+        if self._source.checkpoint.newer() is None:
             return False
         source = CheckpointSource(self._source.checkpoint.folder)
         deltas = source.deltas(self._source.checkpoint.number)
@@ -271,31 +266,21 @@ class ShardGroup:
         for name, each in deltas.items():
             if name not in tables:
                 raise BadInput(f"the delta changes table {name!r}; there are {', '.join(tables)}", table=name)
-            table = tables[name]
-            rows_K, shape = each.rows_K, (len(each.rows_K), F.row_bytes(table.format, table.dim))
+            table, rows_K = tables[name], each.rows_K
+            shape = (len(rows_K), F.row_bytes(table.format, table.dim))
             if each.codes_KB.shape != shape:
                 raise BadInput(f"the delta of table {name!r} has codes of {each.codes_KB.shape}, not {shape}", table=name)
             if len(rows_K) and not (rows_K[0] >= 0 and rows_K[-1] < table.rows and (np.diff(rows_K) > 0).all()):
-                raise BadInput(
-                    f"the delta of table {name!r} must name rows 0 to {table.rows - 1}, ascending and each once",
-                    table=name,
-                    rows=table.rows,
-                )
+                words = f"the delta of table {name!r} must name rows 0 to {table.rows - 1}, ascending and each once"
+                raise BadInput(words, table=name, rows=table.rows)
 
     # -- lookups ------------------------------------------------------------------------------------------------------------
 
     @property
     def inputs(self) -> list[TensorMetadata]:
         """Inputs of the served model."""
-        return [
-            tensor
-            for feature in self.current.features
-            for tensor in (
-                TensorMetadata(feature, "INT64", (-1,), True),
-                TensorMetadata(feature + OFFSETS, "INT64", (-1,), True),
-                TensorMetadata(feature + WEIGHTS, "FP32", (-1,), True),
-            )
-        ]
+        kinds = (("", "INT64"), (OFFSETS, "INT64"), (WEIGHTS, "FP32"))
+        return [TensorMetadata(name + end, kind, (-1,), True) for name in self.current.features for end, kind in kinds]
 
     @property
     def outputs(self) -> list[TensorMetadata]:
@@ -306,25 +291,20 @@ class ShardGroup:
     def infer(
         self, requests: Sequence[Mapping[str, Array]], version: TableVersion | None = None
     ) -> list[LookupResult | Exception]:
-        """Results of a batch of requests. An invalid request yields its exception, and the others succeed.
-
-        Args:
-            requests: inputs by name, as in `lookup`
-            version: by default the current one
-        """
+        """Results of a batch of requests, by default in the current version. An invalid request yields its exception."""
         version = self.current if version is None else version
-        results: list[LookupResult | Exception | None] = [None] * len(requests)
         parsed: dict[int, ParsedRequest] = {}
+        found: dict[int, LookupResult | Exception] = {}
         for number, request in enumerate(requests):
             try:
                 parsed[number] = parse_request(version, request)
             except BadInput as error:
-                results[number] = error
+                found[number] = error
         try:
-            found = dict(zip(parsed, look_up_batch(version, list(parsed.values())), strict=True))
+            found |= zip(parsed, look_up_batch(version, list(parsed.values())), strict=True)
         except (BadInput, ShardDown):  # of one of the requests: look each up alone
-            found = {number: _look_up_alone(version, request) for number, request in parsed.items()}  # type: ignore[misc]
-        return [found[number] if result is None else result for number, result in enumerate(results)]
+            found |= {number: _look_up_alone(version, request) for number, request in parsed.items()}
+        return [found[number] for number in range(len(requests))]
 
     def unpooled(self, feature: str) -> tuple[str, UnpooledLookup | None]:
         """The current version's name, and its kernel for unpooled rows of a feature, if there is one: for the fast path."""

@@ -1,92 +1,31 @@
 """The supervisor of shard processes: starts them, has them load, and restarts those that die.
 
-A thread watches each process. A process that ends is replaced, gets the memory of all versions again, and is ready. Lookups do
-not notice: the memory was never gone. If a process dies while it loads, the waiting thread replaces it and repeats its share.
-Pauses between restarts grow. After `ATTEMPTS` loading fails with `ShardDown`, and all processes are killed, because replies to
-the failed request could be taken for replies to the next one; their watchers replace them.
+A thread watches each process. A process that ends is replaced and gets the memory of all versions again; lookups do not notice.
+If it dies while it loads, the waiting thread replaces it and repeats its share. After `ATTEMPTS` loading fails with
+`ShardDown`, and all processes are killed: replies to the failed request could be taken for replies to the next one.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import select
-import signal
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from thermocline.errors import FormatError
 from thermocline.serve.errors import NotReady, ShardDown
 
-from .forkserver import ForkedProcess, Forkserver
+from .forkserver import Forkserver, ShardProcess
 from .load_job import LoadJob
 from .segments import SharedSegment
-from .shard_server import receive, send
 
 LOGGER = logging.getLogger("thermocline.serve")
 ATTEMPTS = 5
 _PAUSE_S, _MAX_PAUSE_S = 0.05, 5.0
-
-
-class LoadedVersion(NamedTuple):
-    """The job of a version as a file in memory, and its segments."""
-
-    job: int
-    segments: Sequence[SharedSegment]
-
-    @property
-    def descriptors(self) -> list[int]:
-        return [self.job, *(segment.descriptor for segment in self.segments)]
-
-
-class ShardProcess:
-    """A running shard process."""
-
-    def __init__(self, forked: ForkedProcess) -> None:
-        self.socket, self.pid, self._pidfd = forked
-
-    def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send a message. A process that is gone is noticed by `reply`."""
-        with suppress(OSError):
-            send(self.socket, message, list(descriptors))
-
-    def reply(self) -> dict[str, Any]:
-        """The reply to a message. Raises EOFError if the process is gone."""
-        try:
-            return receive(self.socket)[0]
-        except OSError:
-            raise EOFError from None
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the end of the process, at most `seconds`; whether it has ended."""
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(None if seconds is None else 1000 * seconds))
-
-    def end(self) -> None:
-        """Ask the process to end, and kill it if it does not."""
-        self.socket.close()
-        if not self.wait(5):
-            self.kill()
-            self.wait()
-        with suppress(ChildProcessError):  # a child only if the forkserver is gone and this is process 1, as in a container
-            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
-
-    def kill(self) -> None:
-        """Kill the process, and drop its replies."""
-        self.socket.close()
-        self.kill_only()
-
-    def kill_only(self) -> None:
-        """Kill a process whose reply another thread may wait for: `reply` raises there."""
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def __del__(self) -> None:
-        os.close(self._pidfd)
 
 
 class Supervisor:
@@ -95,7 +34,7 @@ class Supervisor:
     def __init__(self, shards: int, first: int = 0) -> None:
         self._first = first
         self._lock = threading.RLock()
-        self._versions: dict[str, LoadedVersion] = {}
+        self._versions: dict[str, list[SharedSegment]] = {}  # the job, then the segments
         self._deaths = [0] * shards
         self._closed = False
         self._ready = [True] * shards
@@ -103,7 +42,7 @@ class Supervisor:
         self._forkserver = Forkserver(first)
         try:
             for number in range(shards):
-                self._processes.append(ShardProcess(self._forkserver.start(number)))
+                self._processes.append(self._forkserver.start(number))
             for number in range(shards):
                 threading.Thread(target=self._watch, args=(number,), name=f"shard-{number}", daemon=True).start()
         except BaseException:
@@ -130,9 +69,9 @@ class Supervisor:
         self._processes[number].end()
         if self._deaths[number] > 1:
             time.sleep(min(_PAUSE_S * 2 ** min(self._deaths[number], 10), _MAX_PAUSE_S))
-        process = self._processes[number] = ShardProcess(self._forkserver.start(number))
+        process = self._processes[number] = self._forkserver.start(number)
         for name, version in self._versions.items():
-            process.send({"do": "hold", "version": name}, version.descriptors)
+            process.send({"do": "hold", "version": name}, _descriptors(version))
             try:
                 process.reply()
             except EOFError:
@@ -154,6 +93,7 @@ class Supervisor:
             except BaseException:
                 for process in self._processes:
                     process.kill()
+                    process.socket.close()  # with replies that came too late
                 raise
 
     def _reply(self, number: int, message: dict[str, Any], descriptors: Sequence[int]) -> dict[str, Any]:
@@ -169,46 +109,34 @@ class Supervisor:
                 self._processes[number].send(message, descriptors)
         raise ShardDown(self._first + number, f"its process ended {ATTEMPTS} times during {message['do']!r}")
 
-    def load(self, name: str, job: LoadJob, segments: Sequence[SharedSegment]) -> int:
+    def load(self, name: str, job: LoadJob, segments: Sequence[SharedSegment]) -> None:
         """Have all processes load a version, and verify its checksums at the same time.
-
-        Returns:
-            Bytes that were read
 
         Raises:
             FormatError: a file is damaged
             NotReady: the supervisor was closed
             ShardDown: a process died `ATTEMPTS` times
         """
-        text = job.to_bytes()
-        descriptor = os.memfd_create("thermocline-job")
-        os.write(descriptor, text)
-        version = LoadedVersion(descriptor, segments)
+        text = np.frombuffer(job.to_bytes(), np.uint8)
+        version = [SharedSegment(len(text), "job"), *segments]
+        version[0].write(0, text)
         with self._lock:
             if self._closed:  # processes started now would never end
-                os.close(descriptor)
                 raise NotReady("the shards are closed")
             self._versions[name] = version
-            replies = self._request_all({"do": "hold", "version": name}, version.descriptors)
-            replies += self._request_all({"do": "verify", "version": name})
+            replies = self._request_all({"do": "hold", "version": name}, _descriptors(version))
             for phase in range(len(job.phases)):
                 replies += self._request_all({"do": "load", "version": name, "phase": phase})
             replies += self._request_all({"do": "verified", "version": name})
         if errors := [reply["error"] for reply in replies if "error" in reply]:
             self.drop(name)
             raise FormatError(errors[0])
-        return sum(reply.get("bytes", 0) for reply in replies[len(self._processes) :])
 
     def drop(self, name: str) -> None:
         """Have all processes release a version."""
         with self._lock:
-            version = self._versions.pop(name, None)
-            if version is not None:
-                try:
-                    if not self._closed:
-                        self._request_all({"do": "drop", "version": name})
-                finally:
-                    os.close(version.job)
+            if self._versions.pop(name, None) is not None and not self._closed:
+                self._request_all({"do": "drop", "version": name})
 
     @property
     def pids(self) -> list[int]:
@@ -224,13 +152,15 @@ class Supervisor:
         self._closed = True
         while not self._lock.acquire(timeout=_PAUSE_S):
             for process in list(self._processes):
-                process.kill_only()
+                process.kill()
         try:
             for process in self._processes:
                 process.end()
             self._forkserver.close()
-            for version in self._versions.values():
-                os.close(version.job)
             self._versions.clear()
         finally:
             self._lock.release()
+
+
+def _descriptors(version: Sequence[SharedSegment]) -> list[int]:
+    return [segment.descriptor for segment in version]

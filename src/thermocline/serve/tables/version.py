@@ -1,13 +1,11 @@
 """One version of the served tables: an immutable value.
 
-A lookup takes a `TableVersion` once and uses it to the end: its base pointers, its id maps, its segments. A new version, or a
-delta, is another value, published by one assignment. So all rows of a request come from one version, without locks. Segments
-are freed with the last version that refers to them.
+A lookup takes a `TableVersion` once and uses it to the end: base pointers, id maps, segments. A new version, or a delta, is
+another value, published by one assignment. So all rows of a request come from one version, without locks. Segments are freed
+with the last version that refers to them.
 
 **Deltas** (rows that an incremental save changed) go to an *overlay*: a segment with all rows changed since the tables were
-loaded, in ascending order, rewritten with each delta. Rows that a lookup may read are never written. Rejected: copy-on-write
-pages, where one hot row costs 4,096 bytes; and an overlay that grows in place, which needs a place for every row beside the
-set.
+loaded, in ascending order, rewritten with each delta. Rows that a lookup may read are never written.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thermocline import formats as F
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
@@ -33,8 +30,8 @@ from thermocline.kernels.serve import gather_pool
 from thermocline.kernels.serve.fields import ServedBags, ShardedTables, ShardMissing
 from thermocline.serve.errors import ShardDown
 
-from .row_split import Rows
-from .segments import Bytes, ServedTable, ShardedTableLayout, ShardLayout, SharedSegment, Words, align, strides
+from .row_split import Rows, TableSplit
+from .segments import Bytes, ServedTable, ShardedTableLayout, ShardLayout, SharedSegment, Words, make_layout
 
 if TYPE_CHECKING:
     from thermocline.kernels.serve.cpu import UnpooledLookup
@@ -54,12 +51,11 @@ class RowDelta:
 
 @dataclass(frozen=True, eq=False)
 class DeltaOverlay:
-    """All changed rows by table, and the offsets of each table in the overlay's segment."""
+    """All changed rows by table, and their layout in the overlay's segment, which is laid out as a single shard."""
 
     changed: Mapping[str, RowDelta]
     segment: Tensor
-    codes: Mapping[str, int]
-    meta: Mapping[str, int]
+    layouts: Mapping[str, ShardedTableLayout]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,15 +140,11 @@ class TableVersion:
             else:
                 self._look_up_on_gpu(bags, out)
         except IdOutOfRange as error:
-            position = error.position - int(_starts(bags)[error.feature])
+            position, feature = error.position - int(_starts(bags)[error.feature]), self.features[error.feature]
             raise BadInput(
-                f"feature {self.features[error.feature]!r} has ids 0 to {error.rows - 1}, but the id at position {position} is "
-                f"{error.id}",
-                feature=self.features[error.feature],
-                rows=error.rows,
-                position=position,
-                id=error.id,
-            ) from None
+                f"feature {feature!r} has ids 0 to {error.rows - 1}, but the id at position {position} is {error.id}",
+                feature=feature, rows=error.rows, position=position, id=error.id,
+            ) from None  # fmt: skip
         except ShardMissing as error:
             raise ShardDown(error.shard) from None
 
@@ -172,7 +164,7 @@ class TableVersion:
         changed = dict(self.overlay.changed) if self.overlay is not None else {}
         for table, delta in deltas.items():
             changed[table] = merge_deltas([changed[table], delta]) if table in changed else delta
-        overlay = _make_overlay(self.layout, changed, self.device)
+        overlay = _make_overlay(self.layout, changed, self.device) if changed else None
         placed = make_placed(self.layout, self.tables, self.segments, overlay, self.device)
         return replace(self, name=name, placed=placed, overlay=overlay, dense=self.dense if dense is None else dense)
 
@@ -192,11 +184,8 @@ def _needed_map(map: IdMap | None, table: ServedTable, feature: str) -> IdMap | 
     if map is None or (map.is_identity and map.rows == table.rows):
         return None
     if map.rows > table.rows:
-        raise BadInput(
-            f"the id map of feature {feature!r} has {map.rows} rows, and table {table.name!r} {table.rows}",
-            feature=feature,
-            table=table.name,
-        )
+        rows = f"{map.rows} rows, and table {table.name!r} {table.rows}"
+        raise BadInput(f"the id map of feature {feature!r} has {rows}", feature=feature, table=table.name)
     return map
 
 
@@ -214,22 +203,14 @@ def merge_deltas(deltas: Sequence[RowDelta]) -> RowDelta:
 
 def _make_overlay(layout: ShardLayout, changed: Mapping[str, RowDelta], device: torch.device) -> DeltaOverlay:
     """A new segment with all changed rows."""
-    records, size = device.type == "cpu", 0
-    codes: dict[str, int] = {}
-    meta: dict[str, int] = {}
-    layouts = {each.table.name: each for each in layout.tables}
-    for name, delta in changed.items():
-        table, count, begin = layouts[name].table, len(delta.rows_K), align(size)
-        stride, meta_stride = strides(table.format, table.dim, records)
-        codes[name] = begin + (4 * F.META_WORDS[table.format] if records else 0)
-        meta[name] = begin if records else align(begin + count * stride)
-        size = begin + count * stride if records else meta[name] + count * meta_stride
-    memory = SharedSegment(size + 128, "overlay").memory if records else np.zeros(size + 128, np.uint8)
-    for name, delta in changed.items():
-        codes_KB, meta_KW = layouts[name].views_at(memory, len(delta.rows_K), codes[name], meta[name])
-        codes_KB[:] = delta.codes_KB
-        meta_KW[:] = delta.meta_KW
-    return DeltaOverlay(dict(changed), torch.from_numpy(memory).to(device), codes, meta)
+    records = device.type == "cpu"
+    tables = [t.table._replace(rows=len(changed[t.table.name].rows_K)) for t in layout.tables if t.table.name in changed]
+    own = make_layout(tables, [TableSplit(t.rows, 1, "ranges", per=max(t.rows, 1)) for t in tables], records)
+    memory = SharedSegment(own.sizes_S[0], "overlay").memory if records else np.zeros(own.sizes_S[0], np.uint8)
+    for each in own.tables:
+        codes_KB, meta_KW = each.views(memory, 0)
+        codes_KB[:], meta_KW[:] = changed[each.table.name].codes_KB, changed[each.table.name].meta_KW
+    return DeltaOverlay(dict(changed), torch.from_numpy(memory).to(device), {each.table.name: each for each in own.tables})
 
 
 # -- kernel arguments --------------------------------------------------------------------------------------------------------
@@ -312,9 +293,10 @@ def _common_scheme(layouts: Sequence[ShardedTableLayout]) -> int:
 
 def _table_offsets(layouts: Sequence[ShardedTableLayout], overlay: DeltaOverlay | None) -> tuple[Tensor, Tensor]:
     """Offsets of the codes and meta words of each table in each segment, the overlay's last."""
-    codes, meta = ({}, {}) if overlay is None else (overlay.codes, overlay.meta)
-    codes_TC = [[*each.codes_S, codes.get(each.table.name, 0)] for each in layouts]
-    meta_TC = [[*each.meta_S, meta.get(each.table.name, 0)] for each in layouts]
+    none: Mapping[str, ShardedTableLayout] = {}
+    changed = [(none if overlay is None else overlay.layouts).get(each.table.name) for each in layouts]
+    codes_TC = [[*each.codes_S, 0 if own is None else own.codes_S[0]] for each, own in zip(layouts, changed, strict=True)]
+    meta_TC = [[*each.meta_S, 0 if own is None else own.meta_S[0]] for each, own in zip(layouts, changed, strict=True)]
     return torch.tensor(codes_TC, dtype=torch.int64), torch.tensor(meta_TC, dtype=torch.int64)
 
 

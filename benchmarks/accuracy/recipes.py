@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .settings import DLRMSettings
+from thermocline.train import DLRMSettings
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
+from benchmarks.accuracy.recipes import CRITEO, LARGE, MOVIELENS
 from thermocline.train import DLRMSettings
-from thermocline.train.recipes import CRITEO, LARGE, MOVIELENS
 
 
 @pytest.mark.parametrize("recipe", [CRITEO, MOVIELENS, LARGE])

@@ -1,8 +1,8 @@
 """Processes of the demo's training, started by `pipeline.py`.
 
-    python -m thermocline.demo.worker heat SIZES       heat of the synthetic histories, for their plan
-    python -m thermocline.demo.worker warm SIZES       a few steps of both models in one process, which compiles kernels once
-    torchrun ... -m thermocline.demo.worker train SIZES
+    python -m examples.demo.worker heat SIZES       heat of the synthetic histories, for their plan
+    python -m examples.demo.worker warm SIZES       a few steps of both models in one process, which compiles kernels once
+    torchrun ... -m examples.demo.worker train SIZES
 
 The first rank writes `trained_ARM.json` after the checkpoint, so that an interrupted demo continues with the next run.
 """

@@ -107,7 +107,7 @@ def _plan(stages: Stages, sizes: DemoSizes) -> Found:
     folder = stages.folder
     heat = HeatProfile.load(folder / "heat.tc")
     clicks = _both_plans(folder, "", click_tables(heat, sizes), heat)
-    stages.python(["-m", "thermocline.demo.worker", "heat", json.dumps(asdict(sizes))])
+    stages.python(["-m", "examples.demo.worker", "heat", json.dumps(asdict(sizes))])
     sequence = _both_plans(folder, "sequence_", item_table(sizes), HeatProfile.load(folder / "sequence_heat.tc"))
     found = {"dlrm": _summary(clicks), "sequence": _summary(sequence)}
     stages.say(f"      $ thermocline plan show {folder / 'planned.json'}")
@@ -198,9 +198,9 @@ def _cluster() -> Topology:
 
 def _train(stages: Stages, sizes: DemoSizes) -> Found:
     """Train all four runs in one launch: loading torch in four processes takes longer than a run."""
-    stages.python(["-m", "thermocline.demo.worker", "warm", json.dumps(asdict(sizes))])
+    stages.python(["-m", "examples.demo.worker", "warm", json.dumps(asdict(sizes))])
     count = str(NODES * GPUS)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, "-m", "thermocline.demo.worker"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, "-m", "examples.demo.worker"]
     stages.say(f"      $ torchrun --nproc-per-node {count} ... (dlrm and sequence model, each by both plans)")
     stages.python([*launch, "train", json.dumps(asdict(sizes))])
     return {arm: json.loads((stages.folder / f"trained_{arm}.json").read_text()) for arm in ARMS}

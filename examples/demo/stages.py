@@ -115,9 +115,9 @@ def write(file: Path, found: object) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Environment of children: this package, and one thread each that sleeps when idle, because processes outnumber cores."""
-    package = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH")) if path)
+    """Environment of children: the checkout, and one thread each that sleeps when idle, because processes outnumber cores."""
+    checkout = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(path for path in (checkout, os.environ.get("PYTHONPATH")) if path)
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GRPC_VERBOSITY": "NONE"}
     return {**os.environ, **threads, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
 

@@ -1,4 +1,4 @@
-"""`thermocline demo`: from a log to a server on one small machine. `make demo` runs it."""
+"""`python -m examples.demo`: from a log to a server on one small machine. `make demo` runs it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from .options import Debug, Json, Quiet
-from .output import console, progress_bar, write_json
+from thermocline.cli import main
+from thermocline.cli.options import Debug, Json, Quiet
+from thermocline.cli.output import console, progress_bar, write_json
 
-EXAMPLE = "Example:  thermocline demo --data day_0.parquet"
+from .pipeline import SMALL, DemoSizes, run_demo
+from .query_server import check_installed
+from .report import HEADS
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
+@app.command(epilog="Example:  python -m examples.demo --data day_0.parquet")
 def demo(
     data: Annotated[
         Path | None,
@@ -34,9 +40,6 @@ def demo(
 
     Takes a few minutes on two cores, without network. After Ctrl-C, the same command continues with the interrupted stage.
     """
-    from thermocline.demo.pipeline import SMALL, DemoSizes, run_demo
-    from thermocline.demo.query_server import check_installed
-
     check_installed()
     sizes = SMALL if small else DemoSizes(None if data is None else str(data))
     out = console()
@@ -50,8 +53,6 @@ def demo(
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Table:
-    from thermocline.demo.report import HEADS
-
     table = Table(*HEADS, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -72,3 +73,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    main(app, "examples.demo")

@@ -1,0 +1,1 @@
+"""The whole story on one small machine: `make demo`. See `pipeline.py` for what it tells."""
