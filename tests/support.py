@@ -14,6 +14,11 @@ def has(**fields: Any) -> Callable[[BaseException], bool]:
     return lambda error: all(getattr(error, name, None) == value for name, value in fields.items())
 
 
+def mentions(*words: str) -> Callable[[BaseException], bool]:
+    """For errors of torch without fields: the message has these names or numbers, in whatever sentence."""
+    return lambda error: all(word in str(error) for word in words)
+
+
 def module_arguments(**keywords: Any) -> dict[str, Any]:
     """Arguments of a module of thermocline: the fields of `RowConfig` among them become `rows`."""
     names = {field.name for field in fields(RowConfig)}

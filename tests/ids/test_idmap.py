@@ -206,7 +206,7 @@ def test_impossible_maps_are_refused_by_parameter():
             IdMap.pruned(ids)
     with pytest.raises(BadInput, check=has(parameter="kept", value=5)):
         IdMap.pruned([1, 5, 5])
-    with pytest.raises(BadInput, match="float32", check=has(parameter="kept")):
+    with pytest.raises(BadInput, check=has(parameter="kept")):
         IdMap.pruned(np.zeros(3, np.float32))
     with pytest.raises(BadInput, check=has(parameter="kept")):
         IdMap.pruned([1]).prune([0])

@@ -10,6 +10,7 @@ import torch
 torchrec = pytest.importorskip("torchrec", reason="no TorchRec here; CONTRIBUTING.md says how to get it")
 
 import thermocline as tc  # noqa: E402
+from support import has  # noqa: E402
 from thermocline.nn.torchrec import KeyedCollection, from_torchrec, to_torchrec  # noqa: E402
 
 ROWS = {"user": 101, "item": 63, "shop": 7}
@@ -128,13 +129,13 @@ def test_what_one_launch_cannot_do_is_refused_with_the_way_out():
         torchrec.EmbeddingBagConfig(name="a", feature_names=["a"], pooling=torchrec.PoolingType.SUM, **config),
         torchrec.EmbeddingBagConfig(name="b", feature_names=["b"], pooling=torchrec.PoolingType.MEAN, **config),
     ]
-    with pytest.raises(tc.BadInput, match=r"pool by mean and by sum.*convert_"):
+    with pytest.raises(tc.BadInput, check=has(parameter="pooling", value=["mean", "sum"])):
         from_torchrec(torchrec.EmbeddingBagCollection(tables=mixed))
     shared = [torchrec.EmbeddingBagConfig(name=name, feature_names=["a"], **config) for name in ("a", "b")]
-    with pytest.raises(tc.BadInput, match="'a' looks up 2 tables"):
+    with pytest.raises(tc.BadInput, check=has(feature="a")):
         from_torchrec(torchrec.EmbeddingBagCollection(tables=shared))
-    with pytest.raises(tc.BadInput, match="not a collection of TorchRec"):
+    with pytest.raises(tc.BadInput, check=has(parameter="theirs", value="Linear")):
         from_torchrec(torch.nn.Linear(2, 2))
     hashed = tc.EmbeddingCollection([tc.Table("a", 9, 4, ids=tc.IdMap.hashed(9, salt=1))])
-    with pytest.raises(tc.BadInput, match="ids of a become rows by id maps"):
+    with pytest.raises(tc.BadInput, check=has(parameter="ids", features=["a"])):
         to_torchrec(hashed)

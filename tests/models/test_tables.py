@@ -7,7 +7,7 @@ import torch
 
 from thermocline import EmbeddingCollection, RowConfig, RowwiseAdagrad, Table
 from thermocline.models import PlainTables, TorchRowwiseAdagrad, initial_rows, initialize
-from thermocline.models import initial as initial_module
+from thermocline.models import plain as initial_module
 
 ROWS = {"user": 301, "item": 63, "shop": 1}
 DIM = 6

@@ -20,9 +20,9 @@ def main(rank: int, folder: str) -> None:
         wrapped = nn.parallel.DistributedDataParallel(model)
         with torch.no_grad():
             wrapped(ids_BL)  # looking is allowed
-        with pytest.raises(tc.BadInput, match="wrap only the dense part"):
+        with pytest.raises(tc.BadInput):
             wrapped(ids_BL)
-        with pytest.raises(tc.BadInput, match="wrap only the dense part"):
+        with pytest.raises(tc.BadInput):
             nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))(ids_BL)
         dense = nn.parallel.DistributedDataParallel(model[1])
         dense(model[0](ids_BL)).sum().backward()  # the way out

@@ -284,7 +284,7 @@ def test_a_second_backward_through_a_graph_raises_and_changes_nothing():
     loss = loss_of(module, 0)
     loss.backward(retain_graph=True)
     before = module.weight
-    with pytest.raises(tc.BadInput, match="retain_graph=True"):
+    with pytest.raises(tc.BadInput, check=has(parameter="retain_graph")):
         loss.backward()
     assert torch.equal(module.weight, before)
 
@@ -337,7 +337,7 @@ def test_the_state_of_an_optimizer_is_its_groups():
     second.fused_optimizer.load_state_dict(saved)
     assert torch.equal(second.trainer.hyper, first.trainer.hyper)
     assert second.fused_optimizer.param_groups[0]["params"][0] is second.placeholder
-    with pytest.raises(tc.BadInput, match="2 parameter groups; this optimizer has 1"):
+    with pytest.raises(tc.BadInput, check=has(value=2, needed=1)):
         second.fused_optimizer.load_state_dict({"param_groups": saved["param_groups"] * 2})
 
 
@@ -359,26 +359,26 @@ def test_one_optimizer_serves_all_modules_of_a_model(update):
 
 
 def test_a_model_without_our_modules_has_no_fused_optimizer():
-    with pytest.raises(tc.BadInput, match="convert_"):
+    with pytest.raises(tc.BadInput, check=has(parameter="model")):
         tc.fused_optimizer(nn.Linear(2, 2))
 
 
 def test_parameters_of_others_are_refused_by_name():
-    with pytest.raises(tc.BadInput, match="give other parameters to an optimizer of torch"):
+    with pytest.raises(tc.BadInput, check=has(parameter="param_group")):
         bag().fused_optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
 @pytest.mark.parametrize(
-    "make, said",
+    "make, parameter",
     [
-        (lambda: tc.SGD(lr=-1.0), "learning rate is -1.0"),
-        (lambda: tc.Adagrad(lr=0.1, eps=-1.0), "eps is -1.0"),
-        (lambda: tc.Adam(lr=0.1, weight_decay=float("nan")), "weight decay is nan"),
-        (lambda: tc.Adam(lr=0.1, betas=(0.9, 1.0)), r"betas are \(0\.9, 1\.0\)"),
+        (lambda: tc.SGD(lr=-1.0), "lr"),
+        (lambda: tc.Adagrad(lr=0.1, eps=-1.0), "eps"),
+        (lambda: tc.Adam(lr=0.1, weight_decay=float("nan")), "weight_decay"),
+        (lambda: tc.Adam(lr=0.1, betas=(0.9, 1.0)), "betas"),
     ],
 )
-def test_numbers_that_torchs_optimizers_refuse_are_refused(make, said):
-    with pytest.raises(tc.BadInput, match=said):
+def test_numbers_that_torchs_optimizers_refuse_are_refused(make, parameter):
+    with pytest.raises(tc.BadInput, check=has(parameter=parameter)):
         make()
 
 

@@ -63,13 +63,13 @@ def test_a_module_moved_to_a_card_maps_as_on_the_cpu(precision):
     torch.manual_seed(0)
     here = tc.EmbeddingCollection(tables(), rows=tc.RowConfig(precision, cache=0.0))
     there = copy.deepcopy(here).to("cuda")
-    assert there.maps.mapped.words.is_cuda and there.maps.mapped.counts.is_cuda
+    assert there.maps.words.is_cuda and there.maps.mapped.counts.is_cuda
     for seed in range(3):
         given = batch(seed)
         with torch.no_grad():
             assert torch.equal(here(given).values(), there(moved(given, "cuda")).values().cpu())
     there.cpu()
-    assert not there.maps.mapped.words.is_cuda
+    assert not there.maps.words.is_cuda
 
 
 @pytest.mark.parametrize("residency", ["device", "host"])

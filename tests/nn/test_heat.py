@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import thermocline as tc
+from support import has, mentions
 from thermocline import formats as F
 from thermocline.heat import HeatProfile, merge
 from thermocline.heat.profile import TableHeat
@@ -66,18 +67,18 @@ def test_a_sketched_table_warms_with_its_heavy_hitters_and_predicts_no_more_than
 
 def test_heat_that_does_not_fit_is_refused_with_the_way_out(tmp_path):
     module = tc.EmbeddingBag(100, 4, rows=tc.RowConfig("int8", cache=0.1))
-    with pytest.raises(tc.BadInput, match=r"'item' has the id 250.*100 rows.*IdMap"):
+    with pytest.raises(tc.BadInput, check=has(table="item", value=250, available=100)):
         module.warm(profile_batches([{"item": IDS}]))
-    with pytest.raises(tc.BadInput, match=r"a, b; give the one"):
+    with pytest.raises(tc.BadInput, check=has(parameter="heat", available=("a", "b"))):
         module.warm(profile_batches([{"a": IDS, "b": IDS}]))
-    with pytest.raises(tc.BadInput, match="no file"):
+    with pytest.raises(tc.BadInput, check=mentions("none.tc")):
         module.warm(tmp_path / "none.tc")
-    with pytest.raises(tc.BadInput, match="heat is a list; give a tensor of counts"):
+    with pytest.raises(tc.BadInput, check=has(parameter="heat", value="list")):
         module.warm([1] * 100)
     tables = [tc.Table("a", 300, 4, ["x", "y"], ids={"x": tc.IdMap.hashed(9)})]
     collection = tc.EmbeddingCollection(tables, rows=tc.RowConfig("int8", cache=0.1))
     for name in ("b", "a"):  # by the table's name one could not tell which map its ids go through
-        with pytest.raises(tc.BadInput, match=rf"none of x, y.*'a'.*it has {name}"):
+        with pytest.raises(tc.BadInput, check=has(table="a", needed=("x", "y"), available=(name,))):
             collection.warm(profile_batches([{name: IDS}]))
 
 
@@ -122,7 +123,7 @@ def test_live_heat_of_several_tables_is_merged_saved_and_warms_another_module(tm
 
 
 def test_modules_that_count_nothing_say_so():
-    with pytest.raises(tc.BadInput, match="no cache"):
+    with pytest.raises(tc.BadInput, check=has(parameter="cache")):
         tc.EmbeddingBag(30, 4, rows=tc.RowConfig(cache=0.0)).heat()
-    with pytest.raises(tc.BadInput, match="lru"):
+    with pytest.raises(tc.BadInput, check=has(parameter="policy", value="lru")):
         tc.EmbeddingBag(300, 4, rows=tc.RowConfig(cache=0.1, policy="lru")).heat()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import thermocline as tc
+from support import has, mentions
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels import dispatch
 from thermocline.kernels.gpu.launch import INTERPRETED
@@ -133,11 +134,11 @@ def test_a_unified_table_equals_separate_ones_from_the_first_value_to_the_last_u
 
 
 def test_unified_tables_are_of_one_kind():
-    with pytest.raises(tc.BadInput, match=r"'city' has 5 columns.*'hour' has 6"):
+    with pytest.raises(tc.BadInput, check=mentions("'city' has 5", "'hour' has 6")):
         tc.unify("small", [tc.Table("city", 3, 5), tc.Table("hour", 3, 6)])
-    with pytest.raises(tc.BadInput, match="no table"):
+    with pytest.raises(tc.BadInput, check=has(parameter="tables")):
         tc.unify("small", [])
-    with pytest.raises(tc.BadInput, match="'city' is named 2 times"):
+    with pytest.raises(tc.BadInput, check=has(parameter="tables", value="city")):
         tc.unify("small", [tc.Table("city", 3, 5), tc.Table("town", 3, 5, ("city",))])
 
 
@@ -171,9 +172,7 @@ def test_an_id_outside_its_part_of_a_unified_table_is_named_and_changes_nothing(
     before = copy.deepcopy(module.state_dict())
     given = small_batch(3, 0)
     given["from"][0][2] = 24
-    with pytest.raises(
-        tc.IdOutOfRange, match=r"^Feature 'from' of table 'small' has ids 0 to 23, but the id at position 2 is 24\."
-    ):
+    with pytest.raises(tc.IdOutOfRange, check=mentions("'from'", "'small'", "0 to 23", "position 2 is 24")):
         module(given)
     assert same(module.state_dict(), before)
 
@@ -184,9 +183,7 @@ def test_an_id_out_of_range_of_a_feature_without_a_map_is_told_as_ever():
     given["shop"][0][1] = 23
     errors = []
     for each, ids in ((plain, mapped_before(given)), (module, given)):
-        with pytest.raises(
-            tc.IdOutOfRange, match=r"^Feature 'shop' has ids 0 to 22, but the id at position 1 is 23\."
-        ) as caught:
+        with pytest.raises(tc.IdOutOfRange, check=mentions("'shop'", "0 to 22", "position 1 is 23")) as caught:
             each(ids)
         errors.append(str(caught.value))
     assert errors[0] == errors[1]
@@ -204,12 +201,12 @@ def test_memory_counts_what_maps_keep():
 def test_a_state_with_another_map_is_refused_by_name_and_nothing_changes(strict):
     other = [tc.Table("user", 101, 6, ids=IdMap.hashed(101, salt=6)), *tables(True)[1:]]
     saved = tc.EmbeddingCollection(other).state_dict()
-    for module, message in (
-        (tc.EmbeddingCollection(tables(True)), r"feature 'user' was saved .*'salt': 6.* this module has .*'salt': 5"),
-        (tc.EmbeddingCollection(tables(False)), "saved with the id map .* this module has the ids as they are"),
+    for module, words in (
+        (tc.EmbeddingCollection(tables(True)), ("'user'", "'salt': 6", "'salt': 5")),
+        (tc.EmbeddingCollection(tables(False)), ("id map", "none")),
     ):
         before = copy.deepcopy(module.state_dict())
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, check=mentions(*words)):
             module.load_state_dict(saved, strict=strict)
         assert same(module.state_dict(), before)
 
@@ -226,7 +223,7 @@ def test_a_state_without_maps_lacks_them_and_plain_weights_need_none():
 def test_kept_ids_that_differ_in_one_are_another_map():
     one, other = (tc.EmbeddingBag(5, 4, ids=IdMap.pruned(kept)) for kept in ([1, 2, 3, 9], [1, 2, 3, 8]))
     one.load_state_dict(tc.EmbeddingBag(5, 4, ids=IdMap.pruned([9, 3, 2, 1])).state_dict())
-    with pytest.raises(RuntimeError, match="feature 'input' was saved with the id map"):
+    with pytest.raises(RuntimeError, check=mentions("'input'", "id map")):
         other.load_state_dict(one.state_dict())
 
 
@@ -277,13 +274,13 @@ def test_prefetch_is_given_rows(monkeypatch):
 
 
 def test_maps_that_do_not_fit_are_refused_with_both_numbers():
-    with pytest.raises(tc.BadInput, match=r"'a' is mapped to 12 rows .* table 'a' has 10; give the table 12 rows"):
+    with pytest.raises(tc.BadInput, check=has(feature="a", table="a", needed=12, available=10)):
         tc.Table("a", 10, 4, ids=IdMap.hashed(12))
-    with pytest.raises(tc.BadInput, match="id maps for b; its features: a"):
+    with pytest.raises(tc.BadInput, check=has(parameter="ids", table="a", value=["b"])):
         tc.Table("a", 10, 4, ids={"b": IdMap.hashed(3)})
-    with pytest.raises(tc.BadInput, match="'input' is mapped to 12 rows"):
+    with pytest.raises(tc.BadInput, check=has(feature="input", needed=12)):
         tc.EmbeddingBag(10, 4, ids=IdMap.hashed(12))
-    with pytest.raises(tc.BadInput, match=r"is a list; give a thermocline\.IdMap"):
+    with pytest.raises(tc.BadInput, check=has(parameter="ids", value=[1, 2])):
         tc.Embedding(10, 4, ids=[1, 2])
-    with pytest.raises(tc.BadInput, match="padding_idx is 3 and ids hashed"):
+    with pytest.raises(tc.BadInput, check=has(parameter="padding_idx", value=3)):
         tc.Embedding(10, 4, padding_idx=3, ids=IdMap.hashed(10))

@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import thermocline as tc
-from support import module_arguments
+from support import has, mentions, module_arguments
 
 OPTIMIZERS = [tc.SGD(lr=0.1), tc.Adagrad(lr=0.1), tc.RowwiseAdagrad(lr=0.1), tc.Adam(lr=0.1)]
 
@@ -94,13 +94,11 @@ def test_a_plain_weight_still_loads_and_leaves_the_optimizer_alone():
 
 
 def test_states_that_do_not_fit_are_refused_with_their_numbers():
-    with pytest.raises(
-        RuntimeError, match=r"saved rows are 31 x 6 int8; 1 slots for 6 int8.*, this module's 31 x 6 fp8; 1 slots for 6 fp8"
-    ):
+    with pytest.raises(RuntimeError, check=mentions("31 x 6 int8; 1 slots for 6 int8", "31 x 6 fp8; 1 slots for 6 fp8")):
         bag(precision="fp8").load_state_dict(bag().state_dict())
-    with pytest.raises(RuntimeError, match="values are"):
+    with pytest.raises(RuntimeError, check=mentions("(31, 5)", "(31, 6)")):
         bag().load_state_dict({"weight": torch.zeros(31, 5)})
-    with pytest.raises(RuntimeError, match="optimizer it was saved with"):
+    with pytest.raises(RuntimeError, check=mentions("state0", "optimizer")):
         bag(optimizer=tc.Adagrad(lr=0.1)).load_state_dict(bag().state_dict())
     saved = bag().state_dict()
     del saved["meta"]
@@ -141,7 +139,7 @@ def test_casts_change_the_output_and_nothing_that_is_stored(dtype, update, cast)
 )
 def test_a_move_that_brings_no_values_is_refused_before_anything_moves(built, move):
     model = nn.Sequential(bag(device=built))
-    with pytest.raises(tc.BadInput, match=r"would be without values on .* Build the model again"):
+    with pytest.raises(tc.BadInput, check=has(parameter="device")):
         move(model)
     assert model[0].arena.device.type == built == model[0].placeholder.device.type
     if built == "cpu":
@@ -158,7 +156,7 @@ def test_what_was_freed_before_is_not_taken_for_values_that_came_along():
         return asked[-2].clone() if tensor.shape == asked[0].shape and len(asked) > 1 else torch.zeros_like(tensor)
 
     for _ in range(2):
-        with pytest.raises(tc.BadInput, match="would be without values"):
+        with pytest.raises(tc.BadInput, check=has(parameter="device")):
             bag()._apply(emptied)
 
 
@@ -217,16 +215,15 @@ def test_checkpoints_with_passes_of_their_own_are_no_accumulation():
         optimizer.step()
         assert model[0].trainer.clock.tolist() == [0, 3 * (step + 1)]
     loss().backward()
-    with pytest.raises(tc.BadInput, match="a second backward pass"):
+    with pytest.raises(tc.BadInput, check=has(parameter="update", value="backward")):
         loss().backward()
 
 
 @pytest.mark.parametrize("kind", [tc.EmbeddingBag, tc.Embedding])
 def test_an_id_out_of_range_is_told_where_it_was_given_beside_padding(kind):
     module = kind(31, 6, padding_idx=2)
-    with pytest.raises(tc.IdOutOfRange, match=r"Table 'table' has 31 rows .* the id at position 4 is 31\.") as caught:
+    with pytest.raises(tc.IdOutOfRange, check=has(table="table", rows=31, position=4, id=31)):
         module(torch.tensor([[2, 5, 2], [2, 31, 2]]))
-    assert caught.value.position == 4
 
 
 def test_defaults_of_another_type_do_not_reach_the_rows():

@@ -42,7 +42,7 @@ def test_rows_that_no_optimizer_of_ours_has_are_warned_of_once(clear):
         warnings.simplefilter("always")
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), clear=clear)
     assert torch.equal(model[0].weight, before)
-    assert [str(each.message) for each in said if "it skips embedding rows" in str(each.message)] == [str(said[-1].message)]
+    assert [str(each.message) for each in said if "embedding rows" in str(each.message)] == [str(said[-1].message)]
 
 
 class Late:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import thermocline as tc
-from support import module_arguments
+from support import has, mentions, module_arguments
 from thermocline import formats as F
 from thermocline.nn.precision_tiers import LADDER, Tiers, fit, read_tiers
 from thermocline.rows.cache import SLOT_BYTES
@@ -62,25 +62,25 @@ def test_a_dict_is_a_base_and_shares_above_it(given: dict[str, float], tiers: Ti
 
 
 @pytest.mark.parametrize(
-    "keywords, message",
+    "keywords, parameter",
     [
-        ({"precision": {"fp32": 0.5, "int4": 0.4}}, "adds up to 0.9"),
-        ({"precision": {"fp32": -0.5, "int4": 1.5}}, "from 0 to 1"),
-        ({"precision": {"fp32": 0.5, "int7": 0.5}}, "possible are"),
-        ({"precision": {"fp32": 1.0}}, "possible are"),
-        ({"precision": {"int4": 0.5, "int2": 0.5}}, "possible are"),
-        ({"precision": {"fp16": 0.1, "int8": 0.9}}, "possible are"),
-        ({"precision": {}}, "adds up to 0"),
-        ({"precision": THREE, "cache": 0.05}, "drop cache="),
-        ({"precision": "auto", "cache": 0.05, "budget": "1000B"}, "drop cache="),
-        ({"precision": "auto"}, "needs the bytes"),
-        ({"precision": "int8", "budget": "2GiB"}, "take no budget"),
-        ({"precision": "auto", "budget": "much"}, "budget is 'much'"),
-        ({"precision": "auto", "budget": "1999B"}, r"budget is 1,999 bytes; .* take 2,"),
+        ({"precision": {"fp32": 0.5, "int4": 0.4}}, "precision"),
+        ({"precision": {"fp32": -0.5, "int4": 1.5}}, "precision"),
+        ({"precision": {"fp32": 0.5, "int7": 0.5}}, "precision"),
+        ({"precision": {"fp32": 1.0}}, "precision"),
+        ({"precision": {"int4": 0.5, "int2": 0.5}}, "precision"),
+        ({"precision": {"fp16": 0.1, "int8": 0.9}}, "precision"),
+        ({"precision": {}}, "precision"),
+        ({"precision": THREE, "cache": 0.05}, "cache"),
+        ({"precision": "auto", "cache": 0.05, "budget": "1000B"}, "cache"),
+        ({"precision": "auto"}, "budget"),
+        ({"precision": "int8", "budget": "2GiB"}, "budget"),
+        ({"precision": "auto", "budget": "much"}, "budget"),
+        ({"precision": "auto", "budget": "1999B"}, "budget"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(tc.BadInput, match=message):
+def test_what_cannot_be_is_refused_by_name(keywords: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(tc.BadInput, check=has(parameter=parameter)):
         bag(**keywords)
 
 
@@ -183,7 +183,7 @@ def test_copies_and_loaded_states_train_on_to_the_same_bits(optimizer: Any) -> N
 
 def test_a_state_of_other_tiers_is_refused_and_a_plain_weight_is_not() -> None:
     module, other = bag(), bag(precision={"fp32": 0.12, "int2": 0.88})
-    with pytest.raises(RuntimeError, match="36 slots for 6 int2, 30 of them near"):
+    with pytest.raises(RuntimeError, check=mentions("36 slots for 6 int2, 30 of them near")):
         other.load_state_dict(module.state_dict())
     weight = torch.randn(301, 6)
     module.load_state_dict({"weight": weight})
@@ -198,9 +198,9 @@ def test_a_state_with_the_same_slots_elsewhere_or_of_another_policy_is_refused()
 
     saved = pair(0.1, 0.2).state_dict()
     pair(0.1, 0.2).load_state_dict(saved)
-    with pytest.raises(RuntimeError, match="20 slots for 8 int8"):
+    with pytest.raises(RuntimeError, check=mentions("20 slots for 8 int8")):
         pair(0.2, 0.1).load_state_dict(saved)
-    with pytest.raises(RuntimeError, match=r"lfu, this module's .* lru"):
+    with pytest.raises(RuntimeError, check=mentions("lfu", "lru")):
         pair(0.1, 0.2, "lru").load_state_dict(saved)
 
 
@@ -209,7 +209,7 @@ def test_a_refused_state_changes_nothing() -> None:
     train(other)
     state, before = other.state_dict(), module.weight
     state["cache_ledger"] = state["cache_ledger"][:, :-1]
-    with pytest.raises(RuntimeError, match=r"cache_ledger.*the version of this package"):
+    with pytest.raises(RuntimeError, check=mentions("cache_ledger")):
         module.load_state_dict(state)
     assert torch.equal(module.weight, before)
 
@@ -287,7 +287,7 @@ def test_a_budget_is_for_all_that_convert_replaces() -> None:
     assert [bool(t.skipped) for t in report.tables] == [False, False, True, False]
     assert 250_000 < sum(t.bytes_after for t in report.tables if not t.skipped) <= 256_000
     assert model["a"].tiers == model["b"].tiers == model["d"].tiers
-    with pytest.raises(tc.BadInput, match="needs the bytes"):
+    with pytest.raises(tc.BadInput, check=has(parameter="budget")):
         tc.convert_(nn.ModuleDict({"a": nn.Embedding(40, 6)}), tc.RowConfig("auto"))
 
 
@@ -354,15 +354,15 @@ def test_rows_set_after_warming_are_set_in_the_precision_of_their_slots() -> Non
 def test_warm_works_for_plain_caches_and_collections(policy: str) -> None:
     tables = [tc.Table("a", 100, 4), tc.Table("b", 60, 4)]
     module = tc.EmbeddingCollection(tables, rows=tc.RowConfig("int8", cache=0.05, policy=policy))
-    with pytest.raises(tc.BadInput, match="no counts for a;"):
+    with pytest.raises(tc.BadInput, check=has(missing=["a"])):
         module.warm({"b": torch.ones(60)})
     module.warm({"a": torch.zeros(100), "b": 1e9 * torch.arange(60)})
     assert (module.arena.cache[2] != F.EMPTY).all() and module.arena.cache[3].min() >= 0
     rows = module.arena.cache[2].sort()[0]
     assert torch.equal(rows, module.arena.layout.tables.features[1][F.ROW] + torch.arange(52, 60))
-    with pytest.raises(tc.BadInput, match="60 finite counts"):
+    with pytest.raises(tc.BadInput, check=has(parameter="heat", table="b", needed=60)):
         module.warm({"a": torch.zeros(100), "b": torch.ones(59)})
-    with pytest.raises(tc.BadInput, match="not in this collection"):
+    with pytest.raises(tc.BadInput, check=has(table="d")):
         module.warm({"d": torch.ones(59)})
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from support import has
 from thermocline import BadInput, FormatError
 from thermocline import formats as F
-from thermocline.kernels import dequantize_rows
+from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.kernels.quantize import reference
 from thermocline.rows import fused_quantized as fused
 from thermocline.rows.arena import Arena
-from thermocline.rows.fused_quantized import export_fused, import_fused, to_fused
+from thermocline.rows.fused_quantized import FORMAT_OF_BITS, check_fused, export_fused, unpack_into
 from thermocline.rows.optimizers import SGD
 from thermocline.rows.table_spec import TableSpec
 from thermocline.rows.training import Trainer, lookup
@@ -37,6 +37,21 @@ def imported_arena(packed: Tensor, bits: int, dim: int) -> Arena:
     arena = Arena([TableSpec(packed.shape[0], dim, PRECISION[bits])])
     arena.import_fused(0, packed)
     return arena
+
+
+def import_fused(packed, bits, dim=None, requantize_negative=False):
+    """A fused table as (codes, meta, format, dim)."""
+    format = FORMAT_OF_BITS[bits]
+    dim = check_fused(packed, format, dim, requantize_negative)
+    codes_RB = torch.empty((len(packed), F.row_bytes(format, dim)), dtype=torch.uint8)
+    meta_RW = torch.empty((len(packed), F.META_WORDS[format]), dtype=torch.int32)
+    unpack_into(packed, format, codes_RB, meta_RW)
+    return codes_RB, meta_RW, format, dim
+
+
+def to_fused(values_ND, bits):
+    format = FORMAT_OF_BITS[bits]
+    return export_fused(*quantize_rows(values_ND, format), format, values_ND.shape[1])
 
 
 dims_of = {bits: st.integers(1, 60).map(lambda n, step=8 // bits: n * step) for bits in BITS}
@@ -206,11 +221,6 @@ def test_negative_zero_is_a_negative_scale():
 def test_only_a_uint8_matrix_is_a_fused_table(packed):
     with pytest.raises(BadInput, check=has(parameter="packed", value=packed.dtype)):
         import_fused(packed, 8)
-
-
-def test_fused_tables_of_other_widths_are_refused():
-    with pytest.raises(BadInput, check=has(parameter="bits", value=3)):
-        import_fused(torch.zeros(3, 12, dtype=torch.uint8), 3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2"])

@@ -250,7 +250,7 @@ class ShardedCollection(RowsModule):
     def _look_up(self, batch: BatchTable, exchange: BatchExchange, trains: bool) -> Tensor:
         wide = self.dtype == torch.float64  # kernels support fp32 at most
         dtype = torch.float32 if wide else self.dtype
-        placeholder = self.trainer.anchor if trains else self.arena.no_anchor
+        placeholder = self.trainer.placeholder if trains else self.arena.untrained_placeholder
         call = (placeholder, batch.weights_N, batch, exchange.sums, partial(self.reduce_gradients, exchange), dtype)
         out: Tensor = ShardedLookup.apply(*call)  # type: ignore[no-untyped-call]
         if trains:

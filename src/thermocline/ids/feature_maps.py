@@ -1,7 +1,4 @@
-"""The id maps of all features of a module, in the form of the kernel: a few numbers per feature, and all arrays concatenated.
-
-Features that keep the same ids share one array.
-"""
+"""Id maps of all features in the form of the kernel: fields of each feature, and all arrays concatenated."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from .kept_ids import KeptIds
 
 
 class IdMaps:
-    """One map for each feature, in order. None leaves ids as they are, for the lookup to check."""
+    """One map for each feature; None leaves ids as they are. Features that keep the same ids share one array."""
 
     def __init__(self, maps: Sequence[IdMap | None], device: torch.device | str) -> None:
         fields: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""`IdMap`: the map from a raw 64-bit id to a row. A frozen value, compared by content, stored as JSON and arrays.
+"""`IdMap`: the map from a raw 64-bit id to a row, compared by content and stored as JSON and arrays.
 
     IdMap.identity(1000)                  ids 0 to 999 are rows; other ids are errors
     IdMap.hashed(1000, salt=7)            any id; ids may share a row
@@ -6,10 +6,10 @@
     IdMap.hashed(1000).prune(kept)        hashed first; some of the 1000 numbers are kept
     ... .offset(500)                      any of these, from row 500 of a shared table
 
-Every map has these three steps, each optional, so that one small kernel evaluates all of them:
+One kernel evaluates every map in three optional steps:
 
-    1. start    none, or RowRange(rows): refuse other ids, or SaltedHash(rows, salt)
-    2. kept     none, or: kept ids become their rank, others kept.count + hash
+    1. start    RowRange(rows) refuses other ids, SaltedHash(rows, salt) hashes
+    2. kept     kept ids become their rank, others kept.count + hash
     3. first    is added
 
 Arithmetic (version 1; modulo 2^64 and unsigned; golden vectors in `docs/ids.md`):
@@ -20,8 +20,7 @@ Arithmetic (version 1; modulo 2^64 and unsigned; golden vectors in `docs/ids.md`
     row         (hash * rows) >> 64, in 128 bits
 
 A negative id is its two's complement; a 32-bit id is sign-extended. Rejected: a remainder in the last line (a division per id,
-and low bits decide); a seed added to the id (neighbouring seeds are then neighbouring ids, and features with nearby salts
-collide alike).
+and low bits decide); a seed added to the id (features with nearby salts would collide alike).
 """
 
 from __future__ import annotations
@@ -80,6 +79,9 @@ class SaltedHash:
 class IdMap:
     """A map from raw ids to rows. Make one with `identity`, `hashed` or `pruned`; compose with `prune` and `offset`.
 
+    Raises:
+        BadInput: a number of rows, a salt or the kept ids have a wrong type or value; `error.parameter` names it.
+
     Example::
 
         ids = IdMap.pruned([7, 42, 1 << 40], fallback=4)
@@ -98,12 +100,12 @@ class IdMap:
 
     @classmethod
     def identity(cls, rows: int) -> IdMap:
-        """Ids are rows. An id outside 0 to rows - 1 is an error."""
+        """Ids are rows; others than 0 to rows - 1 raise `IdOutOfRange`."""
         return cls(RowRange(rows))
 
     @classmethod
     def hashed(cls, rows: int, salt: int = 0) -> IdMap:
-        """Hash any id to one of `rows` rows. Needs no memory, but ids collide."""
+        """Hash any id to one of `rows` rows, which ids may share."""
         return cls(SaltedHash(rows, salt))
 
     @classmethod
@@ -111,20 +113,20 @@ class IdMap:
         """Give each kept id its own row, and all others `fallback` shared rows.
 
         Args:
-            kept: Ids with a row of their own, in rising order of the ids.
-            fallback: Rows after those of the kept ids, which all other ids share by hash.
-            salt: Seed of the hash.
+            kept: ids with a row of their own; rows are in rising order of the ids.
+            fallback: rows after those of the kept ids, which all other ids share by hash.
+            salt: seed of the hash.
         """
         return cls(None, kept if isinstance(kept, KeptIds) else KeptIds.of(kept), SaltedHash(fallback, salt))
 
     def prune(self, kept: KeptIds | Tensor | NDArray[Any] | Iterable[int], fallback: int = 1, salt: int = 0) -> IdMap:
-        """Apply this map, then `pruned`: some of its rows are kept, and the others share `fallback` rows."""
+        """Apply this map, then `pruned`."""
         if self.kept is not None or self.first:
             raise BadInput(f"this map is {self}; prune once, and before an offset", parameter="kept")
         return replace(self.pruned(kept, fallback, salt), start=self.start)
 
     def offset(self, first: int) -> IdMap:
-        """Move the rows of this map up by `first`, to its part of a shared table."""
+        """Add `first` to the rows, for a part of a shared table."""
         if first < 0:
             raise BadInput(f"offset is {first}; rows begin at 0", parameter="first", value=first)
         return replace(self, first=self.first + int(first))
@@ -170,8 +172,6 @@ class IdMap:
             text.append(f"pruned({ids}, fallback={self.others.rows}, salt={self.others.salt})")
         return " -> ".join(text) + (f" + {self.first}" if self.first else "")
 
-    # -- files --------------------------------------------------------------------------------------------------------------
-
     def to_json(self) -> dict[str, Any]:
         """The map for `json.dumps`; kept ids by their sha256, with their array in `arrays`."""
         json: dict[str, Any] = {"version": VERSION}
@@ -189,31 +189,20 @@ class IdMap:
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any], arrays: Mapping[str, Tensor] | None = None) -> IdMap:
-        """Restore a map from the results of `to_json` and `arrays`.
-
-        Raises:
-            FormatError: Unknown version or fields, or a damaged array.
-        """
-        if json.get("version") != VERSION:
-            raise FormatError(
-                f"the id map has version {json.get('version')!r}; this package reads version {VERSION}",
-                version=json.get("version"),
-            )
+        """Restore a map from the results of `to_json` and `arrays`; raises `FormatError` for unknown or damaged contents."""
+        version = json.get("version")
+        if version != VERSION:
+            raise FormatError(f"the id map has version {version!r}; this package reads {VERSION}", version=version)
         known = {"version", "identity", "hashed", "pruned", "offset"}
         if set(json) - known or ("identity" in json and "hashed" in json) or not set(json) & {"identity", "hashed", "pruned"}:
-            raise FormatError(
-                f"the id map has the fields {', '.join(sorted(json))}; expected identity or hashed, pruned, offset",
-                parameter="fields",
-                value=sorted(json),
-            )
+            message = f"the id map has the fields {', '.join(sorted(json))}; use identity or hashed, pruned, offset"
+            raise FormatError(message, parameter="fields", value=sorted(json))
         try:
-            start = (
-                RowRange(**json["identity"])
-                if "identity" in json
-                else SaltedHash(**json["hashed"])
-                if "hashed" in json
-                else None
-            )
+            start: RowRange | SaltedHash | None = None
+            if "identity" in json:
+                start = RowRange(**json["identity"])
+            elif "hashed" in json:
+                start = SaltedHash(**json["hashed"])
             if "pruned" not in json:
                 return cls(start, first=json.get("offset", 0))
             pruned = json["pruned"]
@@ -226,9 +215,7 @@ class IdMap:
 
 
 def _check_rows(what: str, rows: int) -> int:
-    """A plain int: numpy integers cannot be stored in a state or manifest."""
-    if not isinstance(rows, Integral):
-        raise BadInput(f"{what} {rows!r} rows; use an int", parameter="rows", value=rows)
-    if not 1 <= rows <= MOST_ROWS:
-        raise BadInput(f"{what} {rows} rows; use 1 to 2^40", parameter="rows", value=rows)
+    """A plain int, because a state or manifest cannot hold those of numpy."""
+    if not (isinstance(rows, Integral) and 1 <= rows <= MOST_ROWS):
+        raise BadInput(f"{what} {rows!r} rows; use an int from 1 to 2^40", parameter="rows", value=rows)
     return int(rows)

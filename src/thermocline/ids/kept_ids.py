@@ -1,11 +1,10 @@
-"""The ids that a pruned table keeps a row for, in the smaller of two forms.
+"""The kept ids of a pruned table, in the smaller of two forms.
 
     form      bytes                                 finding the row of an id
     sorted    8 per id                              binary search
     bitmap    1.06 bits per id in the range         bit of the id; ones before it, from a running count and at most 8 words
 
-In both forms the row of an id is its rank among the kept ids, smallest first, so no row number is stored. Rows in order of heat
-would cost 8 more bytes per id and gain nothing, because a cache finds its hot rows itself. The ids alone decide the form, so
+The row of an id is its rank among the kept ids, smallest first, so no row number is stored. The ids alone decide the form, so
 equal sets have equal bytes.
 """
 
@@ -84,20 +83,14 @@ class KeptIds:
     def from_json(cls, json: dict[str, Any], words: Tensor) -> KeptIds:
         """Restores the result of `to_json` with its array."""
         if json.get("form") not in FORMS:
-            raise FormatError(
-                f"kept ids are in the form {json.get('form')!r}; this version reads {' and '.join(FORMS)}", parameter="form"
-            )
+            message = f"kept ids are in the form {json.get('form')!r}; this version reads {' and '.join(FORMS)}"
+            raise FormatError(message, parameter="form")
         if words.dtype != torch.int64 or words.dim() != 1:
-            raise FormatError(
-                f"the array of kept ids is {words.dim()}-D {words.dtype}; it must be flat int64", parameter="kept"
-            )
+            raise FormatError(f"kept ids are {words.dim()}-D {words.dtype}; use flat int64", parameter="kept")
         kept = cls(json["form"], words.detach().cpu().contiguous(), json["count"], json["low"], json["high"])
         if kept.sha256 != json["sha256"]:
-            raise FormatError(
-                f"the array of {kept.count} kept ids has the sha256 {kept.sha256[:12]}..., the map was written with "
-                f"{json['sha256'][:12]}...; it belongs to another map, or was damaged",
-                parameter="sha256",
-            )
+            message = f"kept ids have the sha256 {kept.sha256[:12]}, not {json['sha256'][:12]}: damaged, or of another map"
+            raise FormatError(message, parameter="sha256")
         return kept
 
     def __eq__(self, other: object) -> bool:
@@ -116,17 +109,13 @@ def _sorted(ids: Tensor | NDArray[Any] | Iterable[int]) -> NDArray[np.int64]:
     except (TypeError, OverflowError) as error:
         raise BadInput(f"kept ids are 64-bit integers, -2^63 to 2^63 - 1 ({error})", parameter="kept") from None
     if given.dtype.kind not in "iu" or given.ndim != 1 or given.dtype == np.uint64:
-        raise BadInput(
-            f"kept ids are {given.ndim}-D {given.dtype}; give a flat list of int64, uint64 ids as .view('int64')",
-            parameter="kept",
-        )
+        message = f"kept ids are {given.ndim}-D {given.dtype}; use a flat list of int64, uint64 ids as .view('int64')"
+        raise BadInput(message, parameter="kept", value=given.dtype)
     ids_K = np.sort(given.astype(np.int64))
     twice_K = ids_K[1:] == ids_K[:-1]
     if twice_K.any():
         duplicate = int(ids_K[int(twice_K.argmax())])
-        raise BadInput(
-            f"id {duplicate} is kept twice; name each id once, as numpy.unique does", parameter="kept", value=duplicate
-        )
+        raise BadInput(f"id {duplicate} is kept twice; use numpy.unique", parameter="kept", value=duplicate)
     return ids_K
 
 

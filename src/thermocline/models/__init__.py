@@ -1,18 +1,9 @@
-"""Reference models: what a table has to be good for."""
+"""Reference models of benchmarks and `thermocline train`, and their fp32 baselines."""
 
 from __future__ import annotations
 
 from .dlrm import DLRM
-from .initial import initial_rows, initialize
-from .plain import PlainTables, TorchRowwiseAdagrad
-from .sequence import PlainItems, SequenceModel
+from .plain import PlainItems, PlainTables, TorchRowwiseAdagrad, initial_rows, initialize
+from .sequence import SequenceModel
 
-__all__ = [
-    "DLRM",
-    "PlainItems",
-    "PlainTables",
-    "SequenceModel",
-    "TorchRowwiseAdagrad",
-    "initial_rows",
-    "initialize",
-]
+__all__ = ["DLRM", "PlainItems", "PlainTables", "SequenceModel", "TorchRowwiseAdagrad", "initial_rows", "initialize"]

@@ -1,14 +1,10 @@
-"""DLRM, the reference click model: an MLP over dense features, one row a feature, dot products of all pairs, an MLP on top.
+"""DLRM, the reference click model.
 
     dense_BI -> bottom MLP -> [B, D] ---+
                                         +--> dot products of all pairs, and the bottom's output --> top MLP --> logit_B
     ids_BF -> embeddings -> [B, F * D] -+
 
-Without dense features (MovieLens) the rows themselves stand beside their dot products: one product of two rows could not say
-which of the two is the popular one.
-
-`embeddings` is any module that takes ids [B, F] and returns [B, F * D], or something with `values()` of that shape. The model
-knows nothing else of it. Initial weights of the MLPs follow torch's global seed.
+Without dense features (MovieLens) the top MLP gets the rows themselves beside their dot products.
 """
 
 from __future__ import annotations
@@ -23,22 +19,16 @@ from thermocline.errors import BadInput
 
 
 class DLRM(nn.Module):
-    """Logits of clicks, from `features` rows of dimension `dim` that `embeddings` look up and `dense` numbers beside them."""
+    """Logits of clicks. `embeddings` maps ids [B, F] to [B, F * dim], or to an object with `values()` of that shape."""
 
     def __init__(
-        self,
-        embeddings: nn.Module,
-        features: int,
-        dim: int,
-        dense: int = 13,
-        bottom: Sequence[int] = (64, 32),
+        self, embeddings: nn.Module, features: int, dim: int, dense: int = 13, bottom: Sequence[int] = (64, 32),
         top: Sequence[int] = (256, 128),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if features < 1 or dim < 1 or dense < 0:
-            raise BadInput(
-                f"DLRM got {features} features of dimension {dim} and {dense} dense ones; it needs at least 1, 1 and 0"
-            )
+            message = f"DLRM has {features} features of dimension {dim} and {dense} dense ones; use at least 1, 1 and 0"
+            raise BadInput(message, parameter="features", value=features)
         self.features, self.dim, self.dense = features, dim, dense
         self.embeddings = embeddings
         self.bottom = _mlp([dense, *bottom, dim], last_relu=True) if dense else None

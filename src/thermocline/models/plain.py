@@ -1,20 +1,25 @@
-"""The baseline of every comparison: one plain fp32 `nn.EmbeddingBag` a table, and row-wise Adagrad in plain PyTorch.
+"""Baselines in plain PyTorch: fp32 embeddings, row-wise Adagrad over sparse gradients, and reproducible initial rows.
 
-torch has no row-wise Adagrad, so here is one over its sparse gradients, with the arithmetic of `thermocline.RowwiseAdagrad`.
-Nothing here uses our kernels: a fault of theirs cannot hide in the arm it is measured against.
+The baselines use none of this package's kernels, so that an error of a kernel shows in a comparison. Initial rows are a
+function of (seed, table, row), the same on every device and in any order, uniform in ±1/sqrt(rows of the table).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from thermocline.kernels.quantize.reference import random_bits
+
+BLOCK = 1 << 18
+_DOMAIN = 0x696E6974  # other bits than those that round the same rows
+
 
 class TorchRowwiseAdagrad(torch.optim.Optimizer):
-    """s += mean(g^2); w -= lr * g / (sqrt(s) + eps), over the rows of sparse gradients."""
+    """The arithmetic of `thermocline.RowwiseAdagrad` over sparse gradients."""
 
     def __init__(self, params: Iterable[Tensor], lr: float, eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "eps": eps})
@@ -37,7 +42,7 @@ class TorchRowwiseAdagrad(torch.optim.Optimizer):
 
 
 class PlainTables(nn.Module):
-    """ids [B, F] -> [B, F * dim] from plain `nn.EmbeddingBag`s, one a feature."""
+    """One `nn.EmbeddingBag` for each feature: ids [B, F] -> [B, F * dim]."""
 
     def __init__(self, rows: Mapping[str, int], dim: int, lr: float, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -54,3 +59,46 @@ class PlainTables(nn.Module):
         assert isinstance(bag, nn.EmbeddingBag)
         with torch.no_grad():
             bag.weight[ids] = values
+
+
+class PlainItems(nn.Module):
+    """An `nn.Embedding` for `SequenceModel`. `rows_of` maps raw ids to rows."""
+
+    def __init__(self, rows: int, dim: int, lr: float, rows_of: Callable[[Tensor], Tensor], column: str = "item") -> None:
+        super().__init__()
+        self.features = (column, "negative")
+        self.table = nn.Embedding(rows, dim, sparse=True)
+        self.fused_optimizer = TorchRowwiseAdagrad([self.table.weight], lr)
+        self._rows_of = rows_of
+
+    def forward(self, bags: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        together = self.table(self._rows_of(torch.cat([bags[feature][0] for feature in self.features])))
+        return dict(zip(self.features, together.split([len(bags[feature][0]) for feature in self.features]), strict=True))
+
+    def get_rows(self, table: str, ids: Tensor) -> Tensor:
+        return self.table.weight.detach()[ids]
+
+    def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None:
+        with torch.no_grad():
+            self.table.weight[ids] = values
+
+
+class Settable(Protocol):
+    """Tables with `set_rows`."""
+
+    def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None: ...
+
+
+def initial_rows(seed: int, table: int, rows_N: Tensor, dim: int, rows: int) -> Tensor:
+    """Initial values of rows of table number `table`, which has `rows` rows."""
+    clock = torch.tensor([seed ^ _DOMAIN << 32, table], device=rows_N.device)
+    uniform_ND = (random_bits(clock, rows_N, dim) >> 8).float() * 2.0**-23 - 1.0
+    return uniform_ND * float(rows**-0.5)
+
+
+def initialize(tables: Settable, rows: Mapping[str, int], dim: int, seed: int, device: torch.device | str = "cpu") -> None:
+    """Set all rows of all tables, a block at a time; `rows` has the tables in the order of their numbers."""
+    for number, (name, count) in enumerate(rows.items()):
+        for first in range(0, count, BLOCK):
+            rows_N = torch.arange(first, min(first + BLOCK, count), device=device)
+            tables.set_rows(name, rows_N, initial_rows(seed, number, rows_N, dim, count))

@@ -1,11 +1,7 @@
-"""Many tables and features in one module and one launch.
+"""`EmbeddingCollection`: many tables and features in one module and one kernel launch.
 
-Tables may differ in rows, dimension and precision; features name the table they look up, and several may share one. All tables
-lie in one arena with one optimizer. Pooling is one for the whole collection, because one launch pools one way; features that
-are pooled otherwise belong in a second collection.
-
-Ids of a feature become rows by its `IdMap` (`docs/ids.md`), of all features in one launch; `get_rows`, `set_rows` and `warm`
-speak of rows. `unify` makes one table of several: each keeps its rows, in a part of its own.
+All tables lie in one arena with one optimizer. A launch pools one way, so features that are pooled otherwise belong in a second
+collection. Raw ids of a feature become rows by its `IdMap` (`docs/ids.md`); `get_rows`, `set_rows` and `warm` take rows.
 """
 
 from __future__ import annotations
@@ -67,46 +63,37 @@ class Table:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise BadInput(f"the name of a table is {self.name!r}; use a str")
+            raise BadInput(f"the name of a table is {self.name!r}; use a str", parameter="name", value=self.name)
         if isinstance(self.features, str):
-            raise BadInput(f"features of table {self.name!r} is {self.features!r}; use a tuple, as in ({self.features!r},)")
+            message = f"features of table {self.name!r} is {self.features!r}; use a tuple, as in ({self.features!r},)"
+            raise BadInput(message, parameter="features", table=self.name, value=self.features)
         for field, size in zip(("rows", "dim"), check_sizes(self.name, self.rows, self.dim), strict=True):
             object.__setattr__(self, field, size)
         object.__setattr__(self, "features", tuple(self.features) or (self.name,))
         if isinstance(self.ids, Mapping) and (unknown := [name for name in self.ids if name not in self.features]):
-            raise BadInput(
-                f"table {self.name!r} has id maps for {', '.join(unknown)}; its features: {', '.join(self.features)}"
-            )
+            message = f"table {self.name!r} has id maps for {', '.join(unknown)}; its features: {', '.join(self.features)}"
+            raise BadInput(message, parameter="ids", table=self.name, value=unknown)
         for feature in self.features:
             if (map := self.map_of(feature)) is not None:
                 check_map(map, self.rows, self.name, feature)
 
     @property
     def precision(self) -> Precision | None:
-        """The table's own precision, its own cache included as a share of fp32 rows; None for the collection's."""
+        """The table's own precision, with its cache as a share of fp32 rows; None for that of the collection."""
         own = self.row_config
         if own is None or own.cache is None or own.precision in UNCACHED:
             return None if own is None else own.precision
         assert isinstance(own.precision, str), "RowConfig refuses a cache beside tiers"
-        share = cache_share(own.cache, [TableRequest(self.rows, self.dim, own.precision)])
-        return Tiers(own.precision, share).precision
+        return Tiers(own.precision, cache_share(own.cache, [TableRequest(self.rows, self.dim, own.precision)])).precision
 
     def precision_in(self, rows: RowConfig) -> Precision:
-        """The table's precision in a collection with these settings; raises if `row_config` sets what tables share."""
-        if self.row_config is None:
-            return rows.precision
-        shared = [field for field in fields(RowConfig) if field.name not in ("precision", "cache")]
-        for field in shared:
+        """The table's precision in a collection with these settings."""
+        for field in fields(RowConfig) if self.row_config is not None else ():
             own, given = getattr(self.row_config, field.name), getattr(rows, field.name)
-            if own != field.default and own != given:
-                raise BadInput(
-                    f"table {self.name!r} has {field.name}={own!r} in row_config and its collection {given!r}; tables of a "
-                    f"collection differ in precision and cache only: set {field.name} in the collection's rows",
-                    parameter="row_config", table=self.name,
-                )  # fmt: skip
-        precision = self.precision
-        assert precision is not None
-        return precision
+            if field.name not in ("precision", "cache") and own not in (field.default, given):
+                message = f"table {self.name!r} has {field.name}={own!r} in row_config; set it in the collection's rows"
+                raise BadInput(message, parameter="row_config", table=self.name, value=field.name)
+        return rows.precision if (mine := self.precision) is None else mine
 
     def map_of(self, feature: str) -> IdMap | None:
         """The id map of a feature; None where ids are rows."""
@@ -140,10 +127,9 @@ def unify(name: str, tables: Sequence[Table]) -> Table:
         small = thermocline.unify("small", [thermocline.Table("shop", 500, 16), thermocline.Table("hour", 24, 16)])
     """
     if not tables or any((table.dim, table.row_config) != (tables[0].dim, tables[0].row_config) for table in tables):
-        kinds = ", ".join(f"{t.name!r} has {t.dim} columns, precision {t.precision}" for t in tables)
-        raise BadInput(
-            f"{kinds or 'no table'}; tables that become one need the same dimension and row_config", parameter="tables"
-        )
+        kinds = ", ".join(f"{t.name!r} has {t.dim} columns and row_config {t.row_config}" for t in tables)
+        message = f"{kinds or 'no table'}; tables that become one need the same dimension and row_config"
+        raise BadInput(message, parameter="tables")
     maps: dict[str, IdMap] = {}
     rows = 0
     for table in tables:
@@ -204,7 +190,7 @@ class EmbeddingCollection(RowsModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Rows uniform in +-1/sqrt(rows), table by table and part by part, as recommenders commonly begin."""
+        """Draw rows from U(-1/sqrt(n), 1/sqrt(n)), where n is the number of rows of the table or part."""
         device = self.arena.device
         if device.type == "meta":
             return
@@ -217,7 +203,19 @@ class EmbeddingCollection(RowsModule):
                     self.arena.write(index, rows_N, values_ND.uniform_(-bound, bound))
 
     def forward(self, input: Any) -> Pooled | Unpooled:
-        """`input`: see `features.py` for its forms. Unpooled where mode is "none"."""
+        """Look up a batch.
+
+        Args:
+            input: a dict of feature -> (values, offsets) or nested jagged tensor, a tensor [batch, features], or a
+                KeyedJaggedTensor.
+
+        Returns:
+            A `Pooled` output, or `Unpooled` with mode "none": `out[feature]`, `out.values()`, `out.to_dict()`.
+
+        Raises:
+            BadInput: the input has another form, or other features than the collection.
+            IdOutOfRange: an id is not a row of its table.
+        """
         if isinstance(input, PrefetchedInput):
             return self.forward(*input.arguments)
         bags, offsets = self.take_prefetched(self._tensors(input)) or self._read(input)
@@ -227,12 +225,12 @@ class EmbeddingCollection(RowsModule):
         return Unpooled(out, bags, self.features, self._dims)
 
     def _read(self, input: Any) -> tuple[JaggedIds, Tensor]:
-        """The bags of an input, and the offsets that a lookup takes: of all bags or, unpooled, of features."""
+        """The ids of an input, and the offsets of its bags or, unpooled, of its features."""
         bags = read_features(self.features, input)
         if self.mode != "none":
             return bags, bags.offsets
         if bags.weights_N is not None:
-            raise BadInput("weights need pooling by sum; this collection has mode='none'")
+            raise BadInput("weights need mode='sum'; this collection has mode='none'", parameter="mode", value=self.mode)
         if bags.batch == 0:
             return bags, bags.offsets.new_zeros(len(self.features) + 1)
         if bags.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -242,50 +240,45 @@ class EmbeddingCollection(RowsModule):
     def _tensors(self, input: Any) -> list[Given]:
         return tensors_of(self.features, input) if self.arena.prefetches else []
 
-    def prefetch(self, input: Any) -> None:
-        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing).
-
-        `prefetched` does so for all batches of a loop, several at a time.
-        Until the backward of that batch its ids must not be changed behind autograd's back: by collectives, through `.data`
-        or DLPack, by kernels of others.
-        """
-        if self.arena.prefetches:
-            self.prefetch_rows(self.prefetch_request(input))
-
     def prefetch_request(self, input: Any) -> PrefetchRequest:
         bags, offsets = self._read(input)
-        read = None if bags.weights_N is not None else (bags, offsets)  # weights are read by the forward that trains them
+        read = None if bags.weights_N is not None else (bags, offsets)  # forward reads the weights that it trains
         return PrefetchRequest(self._tensors(input), bags.ids_N, offsets, read)
 
     def warm(self, heat: Mapping[str, Tensor] | HeatProfile | Path | str) -> None:
-        """Fill the cache with the hottest rows, by how often each row of a table was looked up before (counts, one a row).
+        """Fill the cache with the hottest rows. Call it before rows are set: it flushes the cache first.
 
-        `heat` may also be a heat profile, or the path of a heat file: of the raw ids of features, or of tables.
-        Call it before rows are set: what is in the cache by then is rounded into the tables first, as by `flush`.
+        Args:
+            heat: lookup counts of each row by table, or a heat profile of features or tables, or the path of its file.
+
+        Raises:
+            BadInput: counts of a table are missing or have another shape.
         """
         heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
         if isinstance(heat, HeatProfile):
             maps = self.id_maps
             heat = {t.name: counts_of_table(heat, t.name, t.rows, {f: maps[f] for f in t.features}) for t in self.tables}
         if not isinstance(heat, Mapping):
-            raise BadInput(f"heat is a {type(heat).__name__}; a collection takes a heat profile, or a dict of counts by table")
+            message = f"heat is a {type(heat).__name__}; use a heat profile, or a dict of counts by table"
+            raise BadInput(message, parameter="heat", value=type(heat).__name__)
         known = {self._index(table): heat_R for table, heat_R in heat.items()}
         if missing := [t.name for n, t in enumerate(self.tables) if n not in known]:
-            raise BadInput(f"heat has no counts for {', '.join(missing)}; give zeros for tables that stay out of the cache")
+            message = f"heat has no counts for {', '.join(missing)}; use zeros for tables that stay out of the cache"
+            raise BadInput(message, parameter="heat", missing=missing)
         self.arena.warm([known[n] for n in range(len(self.tables))])
 
     @property
     def id_maps(self) -> dict[str, IdMap]:
-        """How the ids of each feature become rows: what a manifest should hold beside the rows."""
+        """The id map of each feature."""
         tables = {feature: table for table in self.tables for feature in table.features}
         return {feature: table.map_of(feature) or IdMap.identity(table.rows) for feature, table in tables.items()}
 
     def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
-        """Rows of a table by their numbers (not by raw ids), dequantized to fp32; all of them without any."""
+        """Rows of a table by row number (not by raw id), dequantized to fp32; by default all rows."""
         return self.read_table(self._index(table), ids)
 
     def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None:
-        """Set rows by their numbers; rounds to nearest."""
+        """Set rows of a table by row number, rounded to nearest."""
         self.write_table(self._index(table), values, ids)
 
     def extra_repr(self) -> str:
@@ -297,7 +290,7 @@ class EmbeddingCollection(RowsModule):
     def _index(self, table: str) -> int:
         names = [t.name for t in self.tables]
         if table not in names:
-            raise BadInput(f"table {table!r} is not in this collection; it has {', '.join(names)}")
+            raise BadInput(f"the collection has no table {table!r}, only {', '.join(names)}", table=table, available=names)
         return names.index(table)
 
     def _weight_keys(self) -> Mapping[str, int]:
@@ -305,15 +298,14 @@ class EmbeddingCollection(RowsModule):
 
 
 def _check_tables(tables: Any) -> None:
-    many = isinstance(tables, Sequence)
-    if wrong := [table for table in tables if not isinstance(table, Table)] if many else [tables]:
-        what = f"tables {'has' if many else 'is'} a {type(wrong[0]).__name__}"
-        raise BadInput(f"{what}; give a list of thermocline.Table, as in [Table('user', 1000, 16)]")
+    for table in tables if isinstance(tables, Sequence) else [tables]:
+        if not isinstance(table, Table) or table is tables:
+            message = f"tables has a {type(table).__name__}; use a list of thermocline.Table, as in [Table('user', 1000, 16)]"
+            raise BadInput(message, parameter="tables", value=type(table).__name__)
 
 
 def _check_distinct(what: str, names: Sequence[str]) -> None:
-    if not names:
-        raise BadInput(f"a collection needs at least one {what}")
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise BadInput(f"{what} {twice[0]!r} is named {names.count(twice[0])} times; names must be distinct")
+    if not names or len(set(names)) < len(names):
+        twice = next((name for name in names if names.count(name) > 1), None)
+        message = f"{what} {twice!r} is named {names.count(twice)} times" if names else f"a collection needs a {what}"
+        raise BadInput(message, parameter="tables", value=twice)

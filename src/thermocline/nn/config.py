@@ -1,8 +1,7 @@
-"""`RowConfig`, the settings that say how a module stores and trains its rows, and the function that makes its arena.
+"""`RowConfig`, and the arena of a module that is built from it.
 
-A cache size is a share of the rows (a float in [0, 1]) or bytes (a string such as "2GiB"), for all tables of a module together.
-Bytes are divided so that every table gets the same share. An int is refused: `cache=1` could mean one byte or all rows. Float
-formats (fp32, fp16, bf16) get no cache slots. `precision_tiers.py` describes the other request for slots, a dict of precisions.
+Bytes of a cache are divided so that every table of a module gets the same share. Float formats (fp32, fp16, bf16) get no cache
+slots. `precision_tiers.py` describes dicts of precisions.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import torch
 
@@ -78,32 +77,22 @@ class RowConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_choice("update", self.update, UPDATES)
-        _check_choice("policy", self.policy, F.POLICIES)
-        _check_choice("residency", self.residency, ("device", "host"))
+        for name, known in (("update", UPDATES), ("policy", F.POLICIES), ("residency", ("device", "host"))):
+            if getattr(self, name) not in known:
+                _refuse(name, getattr(self, name), f"use one of {', '.join(known)}")
         if not isinstance(self.optimizer, RowOptimizer):
-            raise BadInput(
-                f"optimizer is a {type(self.optimizer).__name__}; rows are trained by thermocline.SGD, Adagrad, "
-                "RowwiseAdagrad or Adam, as in optimizer=thermocline.SGD(lr=0.1)",
-                parameter="optimizer",
-            )
+            _refuse("optimizer", self.optimizer, "use thermocline.SGD, Adagrad, RowwiseAdagrad or Adam, as in SGD(lr=0.1)")
         if not (isinstance(self.seed, Integral) and -(1 << 63) <= self.seed < 1 << 63):
-            raise BadInput(f"seed is {self.seed!r}; use an int of 64 bits", parameter="seed", value=self.seed)
+            _refuse("seed", self.seed, "use an int of 64 bits")
         object.__setattr__(self, "seed", int(self.seed))
         object.__setattr__(self, "cache", _size("cache", self.cache))
         object.__setattr__(self, "staged", _size("staged", self.staged))
         if self.budget is not None:
             parse_bytes("budget", self.budget)
         if self.cache is not None and (self.precision == AUTO or isinstance(self.precision, Mapping)):
-            raise BadInput(
-                f"cache is {self.cache!r} and precision {self.precision!r}, which sets the cache slots; drop cache=",
-                parameter="cache", value=self.cache,
-            )  # fmt: skip
+            _refuse("cache", self.cache, f"precision {self.precision!r} sets the cache slots: drop cache=")
         if self.staged is not None and self.residency != "host":
-            raise BadInput(
-                f"staged is {self.staged!r} and residency {self.residency!r}; rows are staged with residency='host'",
-                parameter="staged", value=self.staged,
-            )  # fmt: skip
+            _refuse("staged", self.staged, f"residency is {self.residency!r}; rows are staged with residency='host'")
 
 
 _FIELDS = tuple(field.name for field in fields(RowConfig))
@@ -118,21 +107,21 @@ _GONE = {
 _TORCH_DEFAULTS = {"max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False}
 
 
+def _refuse(name: str, value: Any, way: str, **fields: Any) -> NoReturn:
+    raise BadInput(f"{name} is {value!r}; {way}", parameter=name, value=value, **fields)
+
+
 def check_rows(rows: Any) -> None:
     """Raise unless `rows` is a `RowConfig`."""
     if not isinstance(rows, RowConfig):
-        raise BadInput(
-            f"rows is {rows!r}; use thermocline.RowConfig, as in rows=thermocline.RowConfig(precision='int8')",
-            parameter="rows", value=rows,
-        )  # fmt: skip
+        _refuse("rows", rows, "use thermocline.RowConfig, as in rows=thermocline.RowConfig(precision='int8')")
 
 
 def read_torch_arguments(kind: str, given: Mapping[str, Any]) -> tuple[Any, Any]:
     """Device and dtype among the keyword arguments of a module; any other keyword is refused with its replacement."""
     for name, value in given.items():
         if name in _FIELDS:
-            way = f"write rows=thermocline.RowConfig({name}={value!r})"
-            raise BadInput(f"{name} is not an argument of {kind}; {way}", parameter=name, value=value)
+            _refuse(name, value, f"{kind} takes it as rows=thermocline.RowConfig({name}={value!r})")
         if name in _GONE and (name not in _TORCH_DEFAULTS or value != _TORCH_DEFAULTS[name]):
             raise BadInput(f"{name} is not supported by {kind}; {_GONE[name]}", parameter=name, value=value)
         if name not in ("device", "dtype", *_GONE):
@@ -159,16 +148,8 @@ def _size(name: str, size: Any) -> float | str | None:
         parse_bytes(name, size, "a share of the rows, such as 0.05, or ")
         return size
     if isinstance(size, Integral) or not isinstance(size, Real) or not 0 <= float(size) <= 1:
-        way = "use a share of the rows (a float in [0, 1]) or bytes (a str such as '2GiB')"
-        if isinstance(size, Integral):
-            way += f": {float(bool(size))} for {'all rows' if size else 'none'}, or '{int(size)}B'"
-        raise BadInput(f"{name} is {size!r}; {way}", parameter=name, value=size)
+        _refuse(name, size, "use a share of the rows (a float in [0, 1]) or bytes (a str such as '2GiB')")
     return float(size)
-
-
-def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise BadInput(f"{name} is {value!r}; use one of {', '.join(known)}", parameter=name, value=value)
 
 
 def make_arena(
@@ -177,10 +158,9 @@ def make_arena(
     """The arena of a module and the tiers of its tables."""
     tiers = choose_tiers(shapes, rows)
     tables = [TableSpec(s.rows, s.dim, t.base, s.name, s.group) for s, t in zip(shapes, tiers, strict=True)]
-    slots, near = divide(tables, [t.full for t in tiers]), divide(tables, [t.near for t in tiers])
     slots, near = (
-        tuple(each if s.slots is None else s.slots[kind] for each, s in zip(shares, shapes, strict=True))
-        for kind, shares in enumerate((slots, near))
+        tuple(count if s.slots is None else s.slots[kind] for count, s in zip(counts, shapes, strict=True))
+        for kind, counts in enumerate((divide(tables, [t.full for t in tiers]), divide(tables, [t.near for t in tiers])))
     )
     place = torch.get_default_device() if device is None else torch.device(device)
     staged = None if rows.staged is None else _staged_share(rows.staged, tables, slots, near)
@@ -193,25 +173,23 @@ def make_arena(
 def choose_tiers(shapes: Sequence[TableRequest], rows: RowConfig) -> tuple[Tiers, ...]:
     """The tiers of each table: those of its dict, its share of the cache, or with "auto" what remains of the budget."""
     share = cache_share(DEFAULT_CACHE if rows.cache is None else rows.cache, shapes)
-    tiers = [
-        read_tiers(s.precision)
-        if isinstance(s.precision, Mapping)
-        else Tiers(s.precision, *(count / s.rows for count in s.slots))
-        if s.slots is not None
-        else Tiers(s.precision, 0.0 if s.precision in (*UNCACHED, AUTO) else share)
-        for s in shapes
-    ]
-    open_, fixed = ([n for n, t in enumerate(tiers) if (t.base == AUTO) == auto] for auto in (True, False))
-    if (rows.budget is None) == bool(open_):
-        raise BadInput(
-            f"budget is {rows.budget!r}; precision 'auto' needs the bytes that rows and cache may "
-            "take, as in RowConfig('auto', budget='2GiB'), and other precisions take no budget",
-            parameter="budget", value=rows.budget,
-        )  # fmt: skip
+
+    def tiers_of(s: TableRequest) -> Tiers:
+        if isinstance(s.precision, Mapping):
+            return read_tiers(s.precision)
+        if s.slots is not None:
+            return Tiers(s.precision, *(count / s.rows for count in s.slots))
+        return Tiers(s.precision, 0.0 if s.precision in (*UNCACHED, AUTO) else share)
+
+    tiers = [tiers_of(s) for s in shapes]
+    sizes = [s[:2] for s, t in zip(shapes, tiers, strict=True) if t.base == AUTO]
+    if (rows.budget is None) == bool(sizes):
+        _refuse("budget", rows.budget, "precision 'auto' needs it, as in RowConfig('auto', budget='2GiB'); others take none")
     if rows.budget is not None:
-        tables = [TableSpec(shapes[n].rows, shapes[n].dim, tiers[n].base) for n in fixed]
-        taken = bytes_of(tables, divide(tables, [tiers[n].full for n in fixed]), divide(tables, [tiers[n].near for n in fixed]))
-        found = fit([shapes[n][:2] for n in open_], parse_bytes("budget", rows.budget), taken + overhead(tables))
+        fixed = [t for t in tiers if t.base != AUTO]
+        tables = [TableSpec(s.rows, s.dim, t.base) for s, t in zip(shapes, tiers, strict=True) if t.base != AUTO]
+        taken = bytes_of(tables, divide(tables, [t.full for t in fixed]), divide(tables, [t.near for t in fixed]))
+        found = fit(sizes, parse_bytes("budget", rows.budget), taken + overhead(tables))
         tiers = [found if t.base == AUTO else t for t in tiers]
     return tuple(tiers)
 
@@ -238,38 +216,26 @@ def _check_fits(
     ways = []
     first = rows.cache if isinstance(rows.cache, float) else DEFAULT_CACHE
     for precision, share in (("int8", first), ("int4", first), ("int4", 0.01), ("int2", 0.01)):
-        smaller = [TableSpec(t.rows, t.dim, precision, t.name) for t in tables]
+        smaller = [TableSpec(t.rows, t.dim, precision) for t in tables]
         size = bytes_needed(smaller, divide(smaller, [share] * len(smaller)), rows.optimizer)
         if size <= free:
-            ways.append(f"precision={precision!r}, cache={share!r} ({_gib(size)})")
-    out = f"what would fit: {'; '.join(ways[:2])}" if ways else "no precision fits; use more devices, or fewer rows"
+            ways.append(f"precision={precision!r}, cache={share!r} ({size / 2**30:.2f} GiB)")
+    way = f"what would fit: {'; '.join(ways[:2])}" if ways else "no precision fits; use more devices, or fewer rows"
     raise BadInput(
-        f"the tables need {_gib(needed)} (rows, cache and optimizer state) but {device} has {_gib(free)} free: "
-        f"{_gib(needed - free)} are missing; {out}",
-        needed=needed, available=free,
+        f"the tables need {needed / 2**30:.2f} GiB with optimizer state; {device} has {free / 2**30:.2f} GiB free; {way}",
+        needed=needed, available=free, device=device,
     )  # fmt: skip
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.2f} GiB"
 
 
 def cache_share(cache: float | str, shapes: Sequence[TableRequest]) -> float:
     """The share of the rows of all tables with a cache that fits into `cache`, at most 1."""
     if isinstance(cache, float):
         return cache
-    size, row = parse_bytes("cache", cache), min((4 * s.dim for s in _cached(shapes)), default=0)
+    cached = [s for s in shapes if isinstance(s.precision, str) and s.precision not in (*UNCACHED, AUTO)]
+    size, row = parse_bytes("cache", cache), min((4 * s.dim for s in cached), default=0)
     if 0 < size < row:
-        raise BadInput(
-            f"cache is {cache!r}; one row takes {row} bytes. Use more bytes, or a share of the rows, such as 0.05",
-            parameter="cache", value=cache, needed=row, available=size,
-        )  # fmt: skip
-    return min(1.0, size / max(1, sum(4 * s.rows * s.dim for s in _cached(shapes))))
-
-
-def _cached(shapes: Sequence[TableRequest]) -> list[TableRequest]:
-    """The tables that get cache slots from `cache`."""
-    return [s for s in shapes if isinstance(s.precision, str) and s.precision not in (*UNCACHED, AUTO)]
+        _refuse("cache", cache, f"one row takes {row} bytes", needed=row, available=size)
+    return min(1.0, size / max(1, sum(4 * s.rows * s.dim for s in cached)))
 
 
 def _bytes_to_stage(tables: Sequence[TableSpec], slots: Sequence[int]) -> int:
@@ -281,15 +247,10 @@ def _bytes_to_stage(tables: Sequence[TableSpec], slots: Sequence[int]) -> int:
 def _staged_share(staged: float | str, tables: Sequence[TableSpec], slots: Sequence[int], near: Sequence[int]) -> float:
     """The share of the rows that fit into the staging area, at most 1."""
     if any(near) or not any(slots):
-        raise BadInput(
-            f"staged is {staged!r}, but prefetching needs a cache with fp32 slots only, as in cache=0.05",
-            parameter="staged", value=staged,
-        )  # fmt: skip
+        _refuse("staged", staged, "prefetching needs a cache with fp32 slots only, as in cache=0.05")
     size = parse_bytes("staged", staged) / _bytes_to_stage(tables, slots) if isinstance(staged, str) else staged
     if size == 0:
-        raise BadInput(
-            f"staged is {staged!r}; use more than 0, or None for room for three batches", parameter="staged", value=staged
-        )
+        _refuse("staged", staged, "use more than 0, or None for room for three batches")
     return min(size, 1.0)
 
 
@@ -297,7 +258,5 @@ def parse_bytes(name: str, text: Any, alternative: str = "") -> int:
     """The number of bytes that a text such as "2GiB" stands for."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text) if isinstance(text, str) else None
     if match is None or match[2] not in _UNITS:
-        raise BadInput(
-            f"{name} is {text!r}; use {alternative}bytes as a str, such as '512MiB' or '2GiB'", parameter=name, value=text
-        )
+        _refuse(name, text, f"use {alternative}bytes as a str, such as '512MiB' or '2GiB'")
     return int(float(match[1]) * _UNITS[match[2]])

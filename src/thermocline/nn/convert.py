@@ -1,8 +1,4 @@
-"""`convert_`: replace the embeddings of a model in place, one at a time, so that at most one table is held twice.
-
-Subclasses of torch's embeddings are not replaced, because their forward may differ. Embeddings whose weight the model uses
-elsewhere (a tied output layer) are not replaced either, because that weight has to stay a tensor.
-"""
+"""`convert_`: replace the embeddings of a model in place, one at a time, so that at most one table is held twice."""
 
 from __future__ import annotations
 
@@ -68,10 +64,9 @@ class ConversionReport:
             note = f"left alone: {t.skipped}" if t.skipped else times_smaller(t.bytes_before / t.bytes_after, 1)
             lines.append((t.name, f"{t.rows:,}", str(t.dim), f"{t.bytes_before:,}", f"{t.bytes_after:,}", note))
         lines.append(("all", "", "", f"{self.bytes_before:,}", f"{self.bytes_after:,}", ""))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        padded = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
-        both = zip(lines, padded, strict=True)
-        return "\n".join("  ".join([line[0].ljust(widths[0]), *cells[1:5], line[5]]).rstrip() for line, cells in both)
+        name, *numbers = (max(map(len, column)) for column in list(zip(*lines, strict=True))[:5])
+        padded = ([line[0].ljust(name), *map(str.rjust, line[1:5], numbers), line[5]] for line in lines)
+        return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def convert_(
@@ -82,7 +77,8 @@ def convert_(
 ) -> ConversionReport:
     """Replace the `nn.EmbeddingBag` and `nn.Embedding` modules of a model in place, with the same rows.
 
-    Make optimizers of the dense part afterwards: an optimizer made before keeps the old tables in memory.
+    Make optimizers of the dense part afterwards: an optimizer made before keeps the old tables in memory. Subclasses of torch's
+    modules, tied weights, and modules with hooks, `max_norm` or `scale_grad_by_freq` are left as they are.
 
     Args:
         model: the model.
@@ -92,7 +88,7 @@ def convert_(
         torch_arguments: `device` of the new tables, and `dtype` of their output; by default those of the old.
 
     Returns:
-        What became of each embedding, in bytes.
+        A report of each embedding, with its bytes.
 
     Raises:
         BadInput: a pattern matches no embedding, or a table does not suit its config. The model is unchanged then.
@@ -104,11 +100,8 @@ def convert_(
     """
     read_torch_arguments("convert_", torch_arguments)
     _check_call(model, filter)
-    found = [
-        (name, module)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, (nn.EmbeddingBag, nn.Embedding))
-    ]
+    modules = model.named_modules(remove_duplicate=False)
+    found = [(name, module) for name, module in modules if isinstance(module, (nn.EmbeddingBag, nn.Embedding))]
     config_of = _configs(rows, [name for name, _ in found])
     reasons = _reasons_to_skip(model, found, config_of, filter)
     configs = _resolve_budgets({id(m): (m, config_of[n]) for n, m in found if not reasons[id(m)]})
@@ -135,32 +128,39 @@ def _configs(rows: RowConfig | Mapping[str, RowConfig], names: Sequence[str]) ->
     for pattern, config in rows.items():
         check_rows(config)
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise BadInput(
-                f"pattern {pattern!r} matches no embedding; the model has {', '.join(names) or 'none'}",
-                parameter="rows", value=pattern, names=tuple(names),
-            )  # fmt: skip
+            message = f"pattern {pattern!r} matches no embedding; the model has {', '.join(names) or 'none'}"
+            raise BadInput(message, parameter="rows", value=pattern, names=tuple(names))
     return {name: next((rows[pattern] for pattern in rows if fnmatchcase(name, pattern)), None) for name in names}
 
 
 def _reasons_to_skip(
     model: nn.Module, found: Found, config_of: Mapping[str, RowConfig | None], filter: Callable[[str, nn.Module], bool] | None
 ) -> dict[int, str]:
-    """Why an embedding stays as it is, by the id of the module; empty where it is replaced."""
+    """Why embeddings are not replaced, by the id of the module; empty for those that are."""
     users: dict[int, set[tuple[int, str]]] = defaultdict(set)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             users[id(parameter)].add((id(module), name))
     reasons: dict[int, str] = {}
-    for name, embedding in found:
-        if id(embedding) not in reasons:
-            reason = _reason_to_skip(embedding, len(users[id(embedding.weight)]) > 1)
-            reason = reason or ("no pattern matches" if config_of[name] is None else "")
-            reasons[id(embedding)] = reason or ("" if filter is None or filter(name, embedding) else "the filter")
+    for name, m in found:
+        if id(m) in reasons:
+            continue
+        known = {
+            f"a subclass, {type(m).__name__}": type(m) not in (nn.EmbeddingBag, nn.Embedding),  # forward may differ
+            "its weight is used elsewhere too (tied)": len(users[id(m.weight)]) > 1,
+            "max_norm": m.max_norm is not None,
+            "scale_grad_by_freq": m.scale_grad_by_freq,
+            f"rows of {m.embedding_dim} columns; ours have 1 to {MAX_DIM}": not 1 <= m.embedding_dim <= MAX_DIM,
+            "it has hooks": m._forward_hooks or m._forward_pre_hooks or m._backward_hooks,
+            "no pattern matches": config_of[name] is None,
+        }
+        reason = next((reason for reason, holds in known.items() if holds), "")
+        reasons[id(m)] = reason or ("" if filter is None or filter(name, m) else "the filter")
     return reasons
 
 
 def _resolve_budgets(wanted: Mapping[int, tuple[nn.EmbeddingBag | nn.Embedding, RowConfig | None]]) -> dict[int, RowConfig]:
-    """Configs in which "auto" is replaced by the tiers that all tables of that config get from its budget."""
+    """Configs with the tiers of their budget in place of "auto"; all tables of a config share its budget."""
     configs: dict[int, RowConfig] = {}
     for at, (_, rows) in wanted.items():
         assert rows is not None
@@ -171,29 +171,13 @@ def _resolve_budgets(wanted: Mapping[int, tuple[nn.EmbeddingBag | nn.Embedding, 
     return configs
 
 
-def _reason_to_skip(module: nn.EmbeddingBag | nn.Embedding, tied: bool) -> str:
-    if type(module) not in (nn.EmbeddingBag, nn.Embedding):
-        return f"a subclass, {type(module).__name__}"
-    if tied:
-        return "its weight is used elsewhere too (tied)"
-    if module.max_norm is not None or module.scale_grad_by_freq:
-        return "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
-    if not 1 <= module.embedding_dim <= MAX_DIM:
-        return f"rows of {module.embedding_dim} columns; ours have 1 to {MAX_DIM}"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-        return "it has hooks"
-    return ""
-
-
 def _check_call(model: Any, filter: Any) -> None:
-    if isinstance(model, (nn.EmbeddingBag, nn.Embedding)):
-        raise BadInput("the model itself is an embedding, which has no parent module; use from_pretrained", parameter="model")
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"model is a {type(model).__name__}; use a torch.nn.Module", parameter="model")
+    if isinstance(model, (nn.EmbeddingBag, nn.Embedding)) or not isinstance(model, nn.Module):
+        way = "use from_pretrained" if isinstance(model, nn.Module) else "use a torch.nn.Module that has embeddings"
+        raise BadInput(f"model is a {type(model).__name__}; {way}", parameter="model", value=type(model).__name__)
     if not (filter is None or callable(filter)):
-        raise BadInput(
-            f"filter is {filter!r}; use a function of name and module, as in lambda name, _: 'user' in name", parameter="filter"
-        )
+        message = f"filter is {filter!r}; use a function of name and module, as in lambda name, _: 'user' in name"
+        raise BadInput(message, parameter="filter", value=filter)
 
 
 def _check(name: str, module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig) -> None:
@@ -207,11 +191,9 @@ def _check(name: str, module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig) -
     limit = largest(format_of(table.precision))
     if weight.device.type == "meta" or all(bound.abs() <= limit for bound in weight.aminmax()):
         return
-    if all(bound.isfinite() for bound in weight.aminmax()):
-        why = f"values beyond {limit:g}, the largest that {table.precision} holds; use another precision"
-    else:
-        why = "NaN or Inf; set finite values"
-    raise BadInput(f"{name}: its weight holds {why}, or leave it out with filter=", module=name)
+    bounds = [float(bound) for bound in weight.aminmax()]
+    message = f"{name}: its weight runs from {bounds[0]:g} to {bounds[1]:g}, {table.precision} holds {limit:g}; use filter="
+    raise BadInput(message, module=name, value=bounds, available=limit)
 
 
 def _wanted(

@@ -1,14 +1,7 @@
 """`EmbeddingBag` and `Embedding`: drop-in `torch.nn` modules backed by quantized rows.
 
-Inputs and outputs are those of torch. `rows`, a `RowConfig`, sets how rows are stored and trained. Arguments of torch that
-fused updates cannot honour are refused by name: `max_norm` would rewrite rows in forward, `scale_grad_by_freq` needs counts
-that fused updates do not make.
-
-`padding_idx` removes ids before the lookup, so that the padding row is neither pooled nor updated. Only the device knows how
-many ids remain, so the host waits for a GPU here, and torch.compile(fullgraph=True) needs
-`torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
-
-`ids` is an `IdMap` from raw ids to rows (`docs/ids.md`). `weight`, `get_rows`, `set_rows` and `warm` take and return rows.
+`padding_idx` removes ids before the lookup, so that the padding row is neither pooled nor updated. The host then waits for a
+GPU, and torch.compile(fullgraph=True) needs `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 """
 
 from __future__ import annotations
@@ -43,12 +36,7 @@ class _SingleTable(RowsModule):
     max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
 
     def __init__(
-        self,
-        shape: tuple[int, int],
-        padding_idx: int | None,
-        rows: RowConfig,
-        ids: IdMap | None,
-        given: TorchArguments,
+        self, shape: tuple[int, int], padding_idx: int | None, rows: RowConfig, ids: IdMap | None, given: TorchArguments
     ) -> None:
         device, dtype = read_torch_arguments(type(self).__name__, given)
         check_rows(rows)
@@ -56,11 +44,8 @@ class _SingleTable(RowsModule):
         if ids is not None:
             check_map(ids, shape[0], "table", "input")
             if padding_idx is not None:
-                raise BadInput(
-                    f"padding_idx is {padding_idx} and ids {ids}; padding_idx names a row: map ids before the module, or drop "
-                    "padding_idx",
-                    parameter="padding_idx", value=padding_idx,
-                )  # fmt: skip
+                message = f"padding_idx is {padding_idx} and ids {ids}; padding_idx is a row: map ids before the module"
+                raise BadInput(message, parameter="padding_idx", value=padding_idx)
         super().__init__([TableRequest(*shape, rows.precision)], [0], rows, device, dtype)
         self.num_embeddings, self.embedding_dim = shape
         self.padding_idx = _row_of_padding(padding_idx, shape[0])
@@ -70,12 +55,15 @@ class _SingleTable(RowsModule):
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **keywords: Any) -> Self:
-        """A module with given rows.
+        """Make a module with given rows.
 
         Args:
             embeddings: float tensor [rows, columns].
             freeze: whether training leaves the rows unchanged.
             keywords: arguments of the constructor.
+
+        Returns:
+            The module, on the device of `embeddings`.
 
         Raises:
             BadInput: `embeddings` is not a 2-D float tensor.
@@ -85,13 +73,11 @@ class _SingleTable(RowsModule):
             bag = thermocline.EmbeddingBag.from_pretrained(torch.randn(1000, 16), freeze=False, mode="sum")
         """
         if isinstance(embeddings, (str, Path)):
-            raise BadInput(
-                f"embeddings is the path {str(embeddings)!r}; open a saved module with thermocline.load(folder)",
-                parameter="embeddings", value=embeddings,
-            )  # fmt: skip
+            message = f"embeddings is the path {str(embeddings)!r}; open a saved module with thermocline.load(folder)"
+            raise BadInput(message, parameter="embeddings", value=embeddings)
         check_is_tensor(embeddings, "rows", kind="floats")
         if embeddings.dim() != 2:
-            raise BadInput(f"rows are {embeddings.dim()}-D; from_pretrained takes [rows, columns]", parameter="embeddings")
+            raise BadInput(f"embeddings are {embeddings.dim()}-D; use [rows, columns]", parameter="embeddings")
         place: TorchArguments = {"device": embeddings.device, "dtype": embeddings.dtype}
         chosen = {name: value for name, value in keywords.items() if value is not None or name not in place}
         module = cls.without_values(*embeddings.shape, **{**place, **chosen})
@@ -101,7 +87,7 @@ class _SingleTable(RowsModule):
 
     @property
     def weight(self) -> Tensor:
-        """All rows, dequantized to fp32: a copy, whose in-place operations raise. Change rows with `set_rows`."""
+        """A read-only copy of all rows in fp32. Change rows with `set_rows`."""
         return self.read_table(0).as_subclass(ReadOnlyWeight)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -110,7 +96,7 @@ class _SingleTable(RowsModule):
         super().__setattr__(name, value)
 
     def reset_parameters(self) -> None:
-        """Rows from N(0, 1), as torch draws them, zeros for padding."""
+        """Draw rows from N(0, 1), as torch does; the padding row is zero."""
         table, device = self.arena.tables[0], self.arena.device
         if device.type == "meta":
             return
@@ -121,10 +107,13 @@ class _SingleTable(RowsModule):
             self.set_rows(torch.tensor([self.padding_idx]), torch.zeros(1, table.dim))
 
     def warm(self, heat: Tensor | Heat) -> None:
-        """Fill the cache with the hottest rows, by how often each row was looked up before (counts, one a row).
+        """Fill the cache with the hottest rows. Call it before rows are set: it flushes the cache first.
 
-        `heat` may also be a heat profile of one table, a table of one, or the path of a heat file: of raw ids, then.
-        Call it before rows are set: what is in the cache by then is rounded into the table first, as by `flush`.
+        Args:
+            heat: lookup counts of each row, or a heat profile of one table, or the path of its file.
+
+        Raises:
+            BadInput: the counts have another shape, or the profile has several tables.
         """
         self.arena.warm([heat if isinstance(heat, Tensor) else counts_of_one(read_heat(heat), self.ids, self.num_embeddings)])
 
@@ -184,17 +173,28 @@ class EmbeddingBag(_SingleTable):
         **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         if mode not in ("sum", "mean", "max"):
-            raise BadInput(
-                f"mode is {mode!r}; use sum, mean or max (or thermocline.Embedding for no pooling)",
-                parameter="mode",
-                value=mode,
-            )
+            message = f"mode is {mode!r}; use sum, mean or max, or thermocline.Embedding for no pooling"
+            raise BadInput(message, parameter="mode", value=mode)
         super().__init__((num_embeddings, embedding_dim), padding_idx, rows, ids, torch_arguments)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(
         self, input: Tensor | PrefetchedInput, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
+        """Look up and pool bags of ids.
+
+        Args:
+            input: ids: [batch, length], a nested jagged tensor, or flat ids with `offsets`.
+            offsets: where bags begin in flat ids.
+            per_sample_weights: a factor for each id, with mode "sum".
+
+        Returns:
+            [batch, embedding_dim].
+
+        Raises:
+            BadInput: an argument has a wrong type, shape or value.
+            IdOutOfRange: an id is not a row of the table.
+        """
         if isinstance(input, PrefetchedInput):
             return self.forward(*input.arguments)
         _check_tensors(input, offsets)
@@ -207,16 +207,6 @@ class EmbeddingBag(_SingleTable):
             return self.look_up(*_without(kept_N, ids_N, offsets, weights_N), self.mode)
         except IdOutOfRange as error:
             raise _as_given(error, kept_N) from None
-
-    def prefetch(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> None:
-        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing).
-
-        `prefetched` does so for all batches of a loop, several at a time.
-        Until the backward of that batch its ids must not be changed behind autograd's back: by collectives, through `.data`
-        or DLPack, by kernels of others.
-        """
-        if self.arena.prefetches:
-            self.prefetch_rows(self.prefetch_request(input, offsets))
 
     def prefetch_request(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -231,17 +221,18 @@ class EmbeddingBag(_SingleTable):
             return read_jagged(input)
         if input.dim() == 2:
             if offsets is not None:
-                raise BadInput("ids are 2-D, each row of them a bag; offsets must then be None, or the ids flat")
+                raise BadInput("ids are 2-D, so each row is a bag; drop offsets, or use flat ids", parameter="offsets")
             batch, length = input.shape
             if length == 0:
                 return input.reshape(-1), input.new_zeros(batch + 1)
             return input.reshape(-1), torch.arange(0, batch * length + 1, length, device=input.device)
         if input.dim() != 1 or offsets is None:
             given = "missing" if offsets is None else "given"
-            raise BadInput(f"ids are {input.dim()}-D and offsets {given}; use 2-D ids, or flat ids with offsets")
+            message = f"ids are {input.dim()}-D and offsets {given}; use 2-D ids, or flat ids with offsets"
+            raise BadInput(message, parameter="offsets" if input.dim() == 1 else "ids", value=input.dim())
         check_integers(offsets, "offsets")
         if offsets.dim() != 1:
-            raise BadInput(f"offsets are {offsets.dim()}-D; they must be flat, one for each bag")
+            raise BadInput(f"offsets are {offsets.dim()}-D; use flat offsets", parameter="offsets", value=offsets.dim())
         if not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
         return input, offsets
@@ -283,6 +274,18 @@ class Embedding(_SingleTable):
         super().__init__((num_embeddings, embedding_dim), padding_idx, rows, ids, torch_arguments)
 
     def forward(self, input: Tensor | PrefetchedInput) -> Tensor:
+        """Look up ids of any shape, or a nested jagged tensor of them.
+
+        Args:
+            input: the ids.
+
+        Returns:
+            [*input.shape, embedding_dim].
+
+        Raises:
+            BadInput: the input is not a tensor of integers.
+            IdOutOfRange: an id is not a row of the table.
+        """
         if isinstance(input, PrefetchedInput):
             return self.forward(*input.arguments)
         check_is_tensor(input)
@@ -303,23 +306,13 @@ class Embedding(_SingleTable):
             return torch.nested.nested_tensor_from_jagged(out_ND, input.offsets())  # type: ignore[attr-defined]
         return out_ND.view(*input.shape, self.embedding_dim)
 
-    def prefetch(self, input: Tensor) -> None:
-        """Bring the rows of a later batch to the card while others are worked on (residency="host"; else does nothing).
-
-        `prefetched` does so for all batches of a loop, several at a time.
-        Until the backward of that batch its ids must not be changed behind autograd's back: by collectives, through `.data`
-        or DLPack, by kernels of others.
-        """
-        if self.arena.prefetches:
-            self.prefetch_rows(self.prefetch_request(input))
-
     def prefetch_request(self, input: Tensor) -> PrefetchRequest:
         check_is_tensor(input)
         read = self._read(input)
         return PrefetchRequest([input], *read, read)
 
     def _read(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Flat ids, and where they begin and end."""
+        """Flat ids, and their two offsets."""
         ids_N = read_jagged(input)[0] if input.is_nested else input.reshape(-1)
         return ids_N, torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # on the device: a copy to it would wait
 
@@ -327,13 +320,9 @@ class Embedding(_SingleTable):
 def _row_of_padding(padding_idx: int | None, rows: int) -> int | None:
     if padding_idx is None:
         return None
-    if not isinstance(padding_idx, Integral):
-        raise BadInput(f"padding_idx is {padding_idx!r}; use an int", parameter="padding_idx", value=padding_idx)
-    if not -rows <= padding_idx < rows:
-        raise BadInput(
-            f"padding_idx is {padding_idx}; the table has {rows} rows ({-rows} to {rows - 1})",
-            parameter="padding_idx", value=padding_idx,
-        )  # fmt: skip
+    if not (isinstance(padding_idx, Integral) and -rows <= padding_idx < rows):
+        message = f"padding_idx is {padding_idx!r}; use an int from {-rows} to {rows - 1}"
+        raise BadInput(message, parameter="padding_idx", value=padding_idx)
     return int(padding_idx) % rows
 
 
@@ -345,23 +334,22 @@ def _check_tensors(input: Tensor, offsets: Tensor | None) -> None:
 
 def _flat_weights(input: Tensor, weights: Tensor, mode: str) -> Tensor:
     if mode != "sum":
-        raise BadInput(f"per_sample_weights work with mode='sum', not with mode={mode!r}")
+        raise BadInput(f"mode is {mode!r}; per_sample_weights need mode='sum'", parameter="per_sample_weights", mode=mode)
     check_is_tensor(weights, "per_sample_weights", kind="floats")
     if input.is_nested != weights.is_nested or (not input.is_nested and input.shape != weights.shape):
-        raise BadInput(f"per_sample_weights are {tuple(weights.shape)}; the ids {tuple(input.shape)}: make them equal")
+        message = f"per_sample_weights are {tuple(weights.shape)}; use {tuple(input.shape)}, the shape of the ids"
+        raise BadInput(message, parameter="per_sample_weights", value=tuple(weights.shape), needed=tuple(input.shape))
     flat_N = weights.values() if weights.is_nested else weights.reshape(-1)
     return flat_N.float() if flat_N.dtype == torch.float64 else flat_N
 
 
 def _without(kept_N: Tensor, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Bags without the ids of padding."""
+    """Bags without padding."""
     before = torch.nn.functional.pad(kept_N.cumsum(0), (1, 0))  # ids that are kept before each position
     kept = kept_N.nonzero()[:, 0]
     return ids_N[kept], before[offsets.long()], None if weights_N is None else weights_N[kept]
 
 
 def _as_given(error: IdOutOfRange, kept_N: Tensor) -> IdOutOfRange:
-    """The error with the position among all ids, padding too. A GPU tells of an earlier batch: there it stays as it is."""
-    if kept_N.is_cuda:
-        return error
-    return error.at(int(kept_N.nonzero()[error.position, 0]))
+    """The error with its position among all ids, also padding. A GPU reports an earlier batch, whose mask is gone."""
+    return error if kept_N.is_cuda else error.at(int(kept_N.nonzero()[error.position, 0]))

@@ -1,12 +1,11 @@
-"""Between heat profiles and modules: a profile warms a cache, and a cache that has trained for a while tells its heat.
+"""Heat profiles of modules: counts that warm a cache, and the profile of a cache that has trained.
 
-**Into a module.** A profile holds raw ids; the module's id maps make rows of them, and ids that share a row add up. Of a
-sketched table the rows of its heavy hitters get their counts, and all rows the same share of the rest, so that sums stay right.
+To warm a cache, id maps turn the raw ids of a profile into rows; counts of ids that share a row are added. A sketched profile
+has counts of its heavy hitters only, so the remaining lookups are spread evenly over all rows.
 
-**Out of a module.** What a cache knows is the recent counts of the rows in its slots: sampled in large batches, halved from
-time to time (`kernels/cache/reference.py`). Hits and lookups of all time say what part of the lookups those rows take; the rest
-is the tail. Which rows were ever updated, the optimizer's state shows, if it has any: only they have one that is not zero. Not
-known are counts of rows outside the cache, samples, repeats and drift: for those, profile the log, or batches as they come.
+A cache knows recent counts of the rows in its slots (`kernels/cache/reference.py`), and its totals of hits and lookups give the
+share of all other rows. Rows with nonzero optimizer state were updated at least once. Samples, repeats and drift are unknown;
+for those, profile the log or its batches.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ _BLOCK = 1 << 20
 
 
 def read_heat(heat: Heat) -> HeatProfile | TableHeat:
-    """Heat that may be the path of a heat file."""
+    """A heat profile, loaded if it is a path."""
     if isinstance(heat, (str, Path)):
         return HeatProfile.load(heat)
     if not isinstance(heat, (HeatProfile, TableHeat)):
-        raise BadInput(f"heat is a {type(heat).__name__}; give a tensor of counts, one a row, a heat profile, or its file")
+        message = f"heat is a {type(heat).__name__}; use a tensor of counts, one a row, a heat profile, or its file"
+        raise BadInput(message, parameter="heat", value=type(heat).__name__)
     return heat
 
 
@@ -43,26 +43,20 @@ def counts_of_one(heat: HeatProfile | TableHeat, map: IdMap, rows: int) -> Tenso
     """Counts of the rows of a module with one table."""
     if isinstance(heat, HeatProfile):
         if len(heat.tables) != 1:
-            raise BadInput(
-                f"the heat profile has the tables {', '.join(heat.tables)}; give the one that is meant: profile[name]"
-            )
+            message = f"the heat profile has the tables {', '.join(heat.tables)}; choose one, as in profile[name]"
+            raise BadInput(message, parameter="heat", available=tuple(heat.tables))
         (heat,) = heat.tables.values()
     return _counts([heat], [map], rows)
 
 
 def counts_of_table(heat: HeatProfile, table: str, rows: int, maps: Mapping[str, IdMap]) -> Tensor:
-    """Counts of the rows of a table, from the heat of its features, or else from that under its own name.
-
-    `maps`: by feature. A table that several features look up by different maps needs the heat of the features.
-    """
+    """Counts of the rows of a table, from the heat of its features (`maps` by feature) or, with one map, of its own name."""
     if known := [feature for feature in maps if feature in heat.tables]:
         return _counts([heat[feature] for feature in known], [maps[feature] for feature in known], rows)
     (map, *others) = dict.fromkeys(maps.values())
     if table not in heat.tables or others:
-        names = ", ".join(maps)
-        raise BadInput(
-            f"the heat profile has none of {names}, which table {table!r} is looked up by; it has {', '.join(heat.tables)}"
-        )
+        message = f"the heat profile has {', '.join(heat.tables)}, but no feature of table {table!r}: {', '.join(maps)}"
+        raise BadInput(message, parameter="heat", table=table, needed=tuple(maps), available=tuple(heat.tables))
     return _counts([heat[table]], [map], rows)
 
 
@@ -73,21 +67,18 @@ def _counts(heats: Sequence[TableHeat], maps: Sequence[IdMap], rows: int) -> Ten
         try:
             rows_H = map(torch.from_numpy(heat.ids_H))
         except IdOutOfRange as error:
-            raise BadInput(
-                f"heat of {heat.name!r} has the id {error.id}, but ids are rows of a table of {error.rows} rows; "
-                "profile what the module is given, or give the module an IdMap"
-            ) from None
+            message = (
+                f"heat of {heat.name!r} has the id {error.id}, the table {error.rows} rows; use the module's input, or an IdMap"
+            )
+            raise BadInput(message, parameter="heat", table=heat.name, value=error.id, available=error.rows) from None
         total_R.index_add_(0, rows_H, torch.from_numpy(heat.counts_H).to(total_R.dtype))
         if not heat.exact:
             total_R += (heat.lookups - int(heat.counts_H.sum())) / rows
     return total_R
 
 
-# -- live training --
-
-
 def heat_of(arena: Arena, states: Sequence[Tensor]) -> HeatProfile:
-    """What the cache of an arena and the optimizer's state know of the heat of its rows."""
+    """The heat profile of an arena, from its cache and the optimizer's state."""
     tables = [
         _table(spec.name or f"table{index}", counted, arena.touched(index, states))
         for index, (spec, counted) in enumerate(zip(arena.tables, arena.recent_counts(), strict=True))
@@ -101,17 +92,9 @@ def _table(name: str, counted: RecentCounts, touched_R: Tensor) -> TableHeat:
     for first, part_R in enumerate(touched_R.split(_BLOCK)):
         rows_N = part_R.nonzero()[:, 0].cpu().numpy() + first * _BLOCK
         np.maximum(registers, registers_of(rows_N), out=registers)
+    lookups, distinct = int(counts_H.sum()) + counted.missed, max(int(touched_R.sum()), len(ids_H))
     none = np.zeros(0, np.int64)
     return TableHeat(
-        name=name,
-        samples=0,
-        lookups=int(counts_H.sum()) + counted.missed,
-        distinct=max(int(touched_R.sum()), len(ids_H)),
-        exact=False,
-        ids_H=ids_H,
-        counts_H=counts_H,
-        lengths_L=none,
-        bags_L=none,
-        slack=counted.missed,
-        registers=registers,
-    )
+        name=name, samples=0, lookups=lookups, distinct=distinct, exact=False, ids_H=ids_H, counts_H=counts_H,
+        lengths_L=none, bags_L=none, slack=counted.missed, registers=registers,
+    )  # fmt: skip

@@ -1,10 +1,8 @@
-"""What a module does with id maps beside calling them: which it needs at all, how they are written and compared.
+"""The id maps of a module: which of them it needs, and how they are saved and compared.
 
-A map that changes nothing (identity over all rows of its table) is not evaluated: ids that are out of range are found by the
-lookup itself. Where no feature has another map there is nothing to launch, to move or to save.
-
-`state_dict` has the maps under `ids`, JSON as text (uint8) by feature, as in the manifest of `IdMap.to_json`: kept ids by their
-sha256. Rows that were trained behind another map would be rows of other ids, so such a state is refused.
+A map that changes nothing (identity over all rows of its table) is not evaluated, because the lookup checks the ids itself. A
+`state_dict` holds the other maps under `ids`, as JSON text in uint8. Loading refuses a state with other maps: its rows would
+belong to other ids.
 """
 
 from __future__ import annotations
@@ -21,37 +19,37 @@ from thermocline.ids.idmap import IdMap, RowRange
 
 
 def check_map(map: IdMap, rows: int, table: str, feature: str) -> None:
-    """A map must end within its table."""
+    """Raise unless `map` is an `IdMap` to rows of its table."""
     if not isinstance(map, IdMap):
-        raise BadInput(f"ids of feature {feature!r} is a {type(map).__name__}; give a thermocline.IdMap, as IdMap.hashed(1000)")
+        raise BadInput(
+            f"ids of feature {feature!r} is a {type(map).__name__}; use a thermocline.IdMap, as in IdMap.hashed(1000)",
+            parameter="ids", feature=feature, value=map,
+        )  # fmt: skip
     if map.rows > rows:
         raise BadInput(
-            f"feature {feature!r} is mapped to {map.rows} rows ({map}), but table {table!r} has {rows}; "
-            f"give the table {map.rows} rows, or the map fewer"
-        )
+            f"feature {feature!r} is mapped to {map.rows} rows ({map}), but table {table!r} has {rows}; make them equal",
+            parameter="ids", feature=feature, table=table, needed=map.rows, available=rows,
+        )  # fmt: skip
 
 
-class FeatureMaps:
+class FeatureMaps(IdMaps):
     """The id maps of a module's features, by name."""
 
     def __init__(self, features: Sequence[str], maps: Sequence[IdMap], device: torch.device) -> None:
+        super().__init__(maps, device)
         self.features, self.maps = tuple(features), tuple(maps)
-        self.mapped = IdMaps(maps, device)
 
     @classmethod
     def needed(
         cls, features: Sequence[str], maps: Sequence[IdMap | None], rows: Sequence[int], device: torch.device
     ) -> FeatureMaps | None:
-        """None where all maps are identities over all rows of their tables."""
+        """The maps, or None where all are identities over all rows of their tables."""
         full = [IdMap.identity(count) for count in rows]
         known = [own if map is None else map for map, own in zip(maps, full, strict=True)]
         return None if known == full else cls(features, known, device)
 
-    def __call__(self, ids_N: Tensor, offsets: Tensor) -> Tensor:
-        return self.mapped(ids_N, offsets)
-
     def name(self, error: IdOutOfRange, tables: Sequence[str]) -> IdOutOfRange:
-        """The error with its feature named, and the feature's table (of `tables`), if a map of ours found it."""
+        """The error with its feature and table named, if one of these maps raised it."""
         if error.table is None and error.feature < len(self.features):
             start = self.maps[error.feature].start
             if isinstance(start, RowRange) and start.rows == error.rows:
@@ -59,31 +57,29 @@ class FeatureMaps:
         return error
 
 
-def text_of(maps: FeatureMaps | None) -> Tensor | None:
-    """The maps as a state_dict has them."""
+def maps_as_text(maps: FeatureMaps | None) -> Tensor | None:
+    """The maps as a `state_dict` holds them."""
     if maps is None:
         return None
     written = {name: map.to_json() for name, map in zip(maps.features, maps.maps, strict=True)}
     return torch.tensor(list(json.dumps(written, sort_keys=True).encode()), dtype=torch.uint8, device="cpu")
 
 
-def misfit(maps: FeatureMaps | None, saved: Tensor | None) -> str:
-    """Why rows that were saved with these maps cannot be taken, or nothing. Rows without maps are the state_dict's business."""
-    here = text_of(maps)
+def difference(maps: FeatureMaps | None, saved: Tensor | None) -> str:
+    """How saved maps differ from those of the module; empty if they are equal, or none are saved."""
+    here = maps_as_text(maps)
     if saved is None or (here is not None and torch.equal(saved.cpu(), here)):
         return ""
     theirs, ours = (_read(text) for text in (saved, here))
-    for name in sorted({*theirs, *ours}):
-        if theirs.get(name) != ours.get(name):
-            there, own = (maps.get(name, "the ids as they are") for maps in (theirs, ours))
-            return f"feature {name!r} was saved with the id map {there}, this module has {own}; build it with the saved map"
-    return ""
+    name = next((name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)), None)
+    if name is None:
+        return ""
+    there, own = (maps.get(name, "none") for maps in (theirs, ours))
+    return f"feature {name!r} was saved with the id map {there}, this module has {own}; build it with the saved map"
 
 
 def _read(text: Tensor | None) -> Mapping[str, object]:
-    if text is None:
-        return {}
     try:
-        return dict(json.loads(bytes(text.cpu().tolist())))
+        return {} if text is None else dict(json.loads(bytes(text.cpu().tolist())))
     except ValueError:
-        return {"": "of an unreadable text"}
+        return {"": "that cannot be read"}

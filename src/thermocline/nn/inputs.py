@@ -1,16 +1,13 @@
 """Inputs and outputs of a collection.
 
-Every form of input becomes the form that kernels take: ids of all features, feature-major in one flat tensor, with
-features * batch + 1 offsets and optional weights.
-
     input                                     ids of a feature
-    {feature: (values, offsets)}              flat values; batch + 1 offsets, the end included; weights are a third item
-    {feature: nested jagged tensor}           as torch.nested.nested_tensor(..., layout=torch.jagged) makes them
+    {feature: (values, offsets)}              flat ids and batch + 1 offsets; optional weights are a third item
+    {feature: nested jagged tensor}           made with layout=torch.jagged
     tensor [batch, features]                  one id each, features in the order of the collection
     TorchRec's KeyedJaggedTensor              anything with keys(), values(), and offsets() or lengths()
 
-The last offset of a feature is its number of ids. On a CPU offsets are checked here: they begin at 0 and end at the length of
-the values. On a GPU the kernels report offsets that do not end with the ids.
+Each form is converted to one flat tensor of ids, feature after feature, with features * batch + 1 offsets and optional weights.
+Offsets must begin at 0 and end at the number of ids. They are checked here on a CPU, and by the kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -23,13 +20,13 @@ from torch import Tensor
 
 from thermocline.errors import BadInput
 
-Given = Tensor | tuple[str, ...] | None  # part of an input's identity: a tensor, or keys in their order
+Given = Tensor | tuple[str, ...] | None  # part of an input: a tensor, or the keys of a keyed input
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class JaggedIds(NamedTuple):
-    """Ids of all features as kernels take them."""
+    """Ids of all features, in the form that kernels take."""
 
     ids_N: Tensor
     offsets: Tensor  # features * batch + 1
@@ -38,7 +35,7 @@ class JaggedIds(NamedTuple):
 
 
 def read_features(features: Sequence[str], input: Any) -> JaggedIds:
-    """Parse any accepted form of input, in the order of `features`."""
+    """Convert any form of input, with features in this order."""
     if isinstance(input, Tensor):
         return _one_each(features, input)
     if isinstance(input, Mapping):
@@ -47,18 +44,14 @@ def read_features(features: Sequence[str], input: Any) -> JaggedIds:
     if all(hasattr(input, method) for method in ("keys", "values")):
         return _keyed(features, input)
     raise BadInput(
-        f"input is a {type(input).__name__}; give a dict of feature -> (values, offsets) or -> nested jagged tensor, "
-        "a tensor [batch, features], or a KeyedJaggedTensor",
-        parameter="input",
-        value=type(input).__name__,
-    )
+        f"input is a {type(input).__name__}; use a dict of feature -> (values, offsets) or nested jagged tensor, a tensor "
+        "[batch, features], or a KeyedJaggedTensor",
+        parameter="input", value=type(input).__name__,
+    )  # fmt: skip
 
 
 def tensors_of(features: Sequence[str], input: Any) -> list[Given]:
-    """The tensors of an input, not copied, and the keys of a keyed input; empty for other forms.
-
-    Inputs with the same tensors and keys are the same batch.
-    """
+    """The tensors and keys of an input, by which a batch is recognised; empty for unknown forms."""
     found: list[Any] = []
     keys: list[tuple[str, ...]] = []
     if isinstance(input, Tensor):
@@ -85,10 +78,7 @@ def _check_names(features: Sequence[str], given: Sequence[str]) -> None:
         return
     missing = [name for name in features if name not in given]
     unknown = [name for name in given if name not in features]
-    found = " and ".join(
-        f"{what} {', '.join(map(repr, names))}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names
-    )
-    message = f"the input {found}; the features of this collection are {', '.join(features)}"
+    message = f"the input has the features {', '.join(map(str, given))}; this collection has {', '.join(features)}"
     raise BadInput(message, parameter="input", missing=missing, unknown=unknown)
 
 
@@ -107,7 +97,7 @@ def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _are_flat_integers(given: Any) -> bool:
-    """Whether ids or offsets are flat integers; bools would become rows when features are joined."""
+    """Whether ids or offsets are flat integers. Bools would become integers when features are joined."""
     return isinstance(given, Tensor) and given.dtype in _INTEGERS and given.dim() == 1
 
 
@@ -124,21 +114,20 @@ def _refuse_feature(name: str, values: Any, offsets: Any, weights: Any) -> None:
 
 
 def check_is_tensor(given: Any, what: str = "ids", of: str = "", kind: str = "torch.int32 or torch.int64") -> None:
-    """Refuse lists and arrays."""
     if not isinstance(given, Tensor):
         message = f"{what}{of} are a {type(given).__name__}; use a tensor of {kind}"
         raise BadInput(message, parameter=what, value=type(given).__name__)
 
 
 def check_integers(given: Any, what: str = "ids", of: str = "") -> None:
-    """Refuse anything but tensors of integers; the kernels refuse all integers but int32 and int64."""
+    """Raise unless `given` is a tensor of integers."""
     check_is_tensor(given, what, of)
     if given.dtype not in _INTEGERS:
         raise BadInput(f"{what}{of} are {given.dtype}; use torch.int32 or torch.int64", parameter=what, value=given.dtype)
 
 
 def read_jagged(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and offsets (end included) of a nested tensor."""
+    """Values and offsets of a nested tensor."""
     if nested.layout != torch.jagged or nested.lengths() is not None:  # type: ignore[attr-defined]
         message = "nested ids must be jagged and without holes; make them with layout=torch.jagged, or call .contiguous()"
         raise BadInput(message, parameter="ids", value=nested.layout)
@@ -157,24 +146,19 @@ def _join(features: Sequence[str], parts: Sequence[tuple[Tensor, Tensor, Tensor 
     offsets_FB = torch.cat([offsets for _, offsets, _ in parts]).view(len(features), batch + 1)
     ends_F = offsets_FB[:, -1]
     if offsets_FB.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_ends(features, offsets_FB[:, 0].tolist(), ends_F.tolist(), [values.shape[0] for values, _, _ in parts])
-    begins_F = ends_F.cumsum(0) - ends_F  # on the device, without a synchronization
+        lengths = [values.shape[0] for values, _, _ in parts]
+        for name, begin, end, length in zip(features, offsets_FB[:, 0].tolist(), ends_F.tolist(), lengths, strict=True):
+            if begin != 0 or end != length:
+                message = f"offsets of feature {name!r} run from {begin} to {end}; use 0 to {length}, its number of ids"
+                raise BadInput(message, feature=name, parameter="offsets", value=(begin, end), needed=length)
+    begins_F = ends_F.cumsum(0) - ends_F  # no synchronization
     offsets = torch.cat([offsets_FB[0, :1], (offsets_FB[:, 1:] + begins_F[:, None]).reshape(-1)])
     weighted = [weights is not None for _, _, weights in parts]
     if any(weighted) and not all(weighted):
         feature = features[weighted.index(False)]
-        message = f"feature {feature!r} has no weights, others do; give all features weights or none"
-        raise BadInput(message, feature=feature, parameter="weights")
+        raise BadInput(f"feature {feature!r} has no weights, but others do", feature=feature, parameter="weights")
     weights_N = torch.cat([weights for _, _, weights in parts if weights is not None]) if all(weighted) else None
     return JaggedIds(torch.cat([values for values, _, _ in parts]), offsets, weights_N, batch)
-
-
-def _check_ends(features: Sequence[str], begins: Sequence[int], ends: Sequence[int], lengths: Sequence[int]) -> None:
-    for name, begin, end, length in zip(features, begins, ends, lengths, strict=True):
-        if begin != 0 or end != length:
-            wrong = f"begin at {begin}" if begin else f"end at {end}, but it has {length} ids"
-            message = f"offsets of feature {name!r} {wrong}; offsets are batch + 1 numbers, from 0 to the number of ids"
-            raise BadInput(message, feature=name, parameter="offsets", value=(begin, end), needed=length)
 
 
 def _keyed(features: Sequence[str], keyed: Any) -> JaggedIds:
@@ -189,20 +173,19 @@ def _keyed(features: Sequence[str], keyed: Any) -> JaggedIds:
         lengths = keyed.lengths()
         check_integers(lengths, "lengths")
         if lengths.dim() != 1:
-            message = f"lengths are {lengths.dim()}-D; they must be flat, key after key"
-            raise BadInput(message, parameter="lengths", value=lengths.dim())
+            raise BadInput(f"lengths are {lengths.dim()}-D; use flat lengths", parameter="lengths", value=lengths.dim())
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     else:
-        message = f"input is a {type(keyed).__name__} with keys and values; it needs offsets() or lengths(), too"
+        message = f"input is a {type(keyed).__name__} with keys() and values(); it needs offsets() or lengths()"
         raise BadInput(message, parameter="input", value=type(keyed).__name__)
     if (offsets.shape[0] - 1) % len(keys):
-        message = f"{offsets.shape[0]} offsets do not divide over {len(keys)} keys: give keys * batch + 1 offsets"
+        message = f"{offsets.shape[0]} offsets for {len(keys)} keys; use keys * batch + 1"
         raise BadInput(message, parameter="offsets", value=offsets.shape[0], keys=len(keys))
     batch = (offsets.shape[0] - 1) // len(keys)
     if keys == list(features):
         return JaggedIds(values_N, offsets, weights_N, batch)
     parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
-    begins = offsets[:: max(1, batch)].tolist()  # keys in another order: the host needs their positions, and waits for a GPU
+    begins = offsets[:: max(1, batch)].tolist()  # keys in another order: waits for a GPU
     for name in features:
         at = keys.index(name)
         first, last = (begins[at], begins[at + 1]) if batch else (0, 0)
@@ -212,19 +195,19 @@ def _keyed(features: Sequence[str], keyed: Any) -> JaggedIds:
 
 
 def _weights_of(keyed: Any) -> Any:
-    """Weights of a keyed input or None. TorchRec's `weights()` raises where there are none."""
+    """The weights of a keyed input, or None. TorchRec's `weights()` raises where there are none."""
     ask = next((name for name in ("weights_or_none", "weights") if hasattr(keyed, name)), None)
     found = None if ask is None else getattr(keyed, ask)
-    return found() if callable(found) else found  # some classes have an attribute
+    return found() if callable(found) else found
 
 
 def _as_read(weights: Any) -> Any:
-    """Weights in a type that kernels read: fp32 at most."""
+    """Weights in a type that kernels read."""
     return weights.float() if isinstance(weights, Tensor) and weights.dtype == torch.float64 else weights
 
 
 class _ByFeature:
-    """The dict interface of outputs. Without `__iter__`, Python would iterate by numbers."""
+    """The dict interface of outputs."""
 
     _names: tuple[str, ...]
 
@@ -237,12 +220,9 @@ class _ByFeature:
     def __len__(self) -> int:
         return len(self._names)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
 
 class Pooled(_ByFeature):
-    """One vector for each sample and feature, in one tensor [batch, sum of dimensions]."""
+    """Pooled output by feature: one vector for each sample, in one tensor [batch, sum of dimensions]."""
 
     def __init__(self, values: Tensor, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._names, self._dims = values, tuple(names), tuple(dims)
@@ -263,18 +243,18 @@ class Pooled(_ByFeature):
 
 
 class Unpooled(_ByFeature):
-    """One vector for each id: feature -> [ids, dimension], with the offsets of its samples."""
+    """Unpooled output by feature: one vector for each id, with the offsets of the samples."""
 
     def __init__(self, values: Tensor, bags: JaggedIds, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._offsets, self._batch = values, bags.offsets, bags.batch
         self._names, self._dims = tuple(names), tuple(dims)
 
     def values(self) -> Tensor:
-        """The vectors of all features, one after another: [ids, largest dimension], padded with zeros."""
+        """[ids of all features, largest dimension], padded with zeros."""
         return self._values
 
     def offsets(self, name: str) -> Tensor:
-        """Offsets of the samples in the vectors of this feature, the end included."""
+        """batch + 1 offsets of the samples in the vectors of a feature."""
         at = _position(name, self._names) * self._batch
         mine = self._offsets[at : at + self._batch + 1]
         return mine - mine[:1]

@@ -1,11 +1,8 @@
-"""The optimizer of rows as PyTorch knows optimizers.
+"""`FusedOptimizer`, the optimizer of rows as a `torch.optim.Optimizer`, and the lookup that defers updates to its `step`.
 
-Kernels read learning rate and the rest from a small tensor, `hyper`. A parameter group here is a dictionary that writes through
-to it: whoever sets `group["lr"]`, a scheduler or a user, has told the kernels, with one small fill on the device and no wait.
-Comparing at every forward instead would cost time on each step, and make torch.compile build the model again for each new rate.
-
-The moments and sums of rows are not in `FusedOptimizer.state_dict()`: they are as large as tables and belong to the module,
-whose `state_dict` has them. The optimizer's has the groups only.
+Kernels read hyperparameters from a small tensor, `hyper`. Parameter groups write through to it, so that a scheduler's
+`group["lr"] = ...` reaches the kernels without a check in each forward. Optimizer state of rows is in the `state_dict` of their
+module; that of the optimizer has only the groups.
 """
 
 from __future__ import annotations
@@ -20,23 +17,21 @@ from torch.optim import Optimizer
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.kernels import update_rows
+from thermocline.kernels import sum_row_gradients, update_rows, weight_gradient
+from thermocline.kernels.arguments import LookupCall
+from thermocline.kernels.checks import check_lookup
+from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
 
 from .placeholder import PlaceholderParameter
 
-_FIELDS = {
-    "lr": (F.LR,),
-    "eps": (F.EPS,),
-    "betas": (F.BETA1, F.BETA2),
-    "weight_decay": (F.WEIGHT_DECAY,),
-}
+_FIELDS = {"lr": (F.LR,), "eps": (F.EPS,), "betas": (F.BETA1, F.BETA2), "weight_decay": (F.WEIGHT_DECAY,)}
 
 
 class HyperGroup(dict[str, Any]):
-    """A parameter group whose learning rate, eps, betas and weight decay are those that kernels read."""
+    """A parameter group that writes through to the hyperparameters of the kernels."""
 
     trainer: Trainer | None = None  # unpickling sets items before attributes
 
@@ -56,7 +51,7 @@ class HyperGroup(dict[str, Any]):
             self[name] = value
 
     def read_back(self) -> None:
-        """Take over what `hyper` holds, after it was loaded."""
+        """Read the values of `hyper`, after it was loaded."""
         assert self.trainer is not None
         hyper = self.trainer.hyper.tolist()
         for name, fields in _FIELDS.items():
@@ -66,7 +61,7 @@ class HyperGroup(dict[str, Any]):
 
 
 class Trained:
-    """The rows of one module as an optimizer sees them."""
+    """The rows of one module, for an optimizer."""
 
     def __init__(self, arena: Arena, trainer: Trainer, placeholder: PlaceholderParameter) -> None:
         self.arena, self.trainer, self.placeholder = arena, trainer, placeholder
@@ -87,28 +82,24 @@ class Trained:
         self.placeholder.pending = None
 
 
-def _current_pass() -> int:
-    """The backward pass that runs, or -1."""
-    return torch._C._current_graph_task_id()
+_current_pass = torch._C._current_graph_task_id  # the backward pass that runs, or -1
 
 
 class UpdateOnce:
-    """Goes before the backward of one lookup: a second pass through the same graph would update its rows twice."""
+    """A hook before the backward of one lookup: a second pass through the same graph would update its rows twice."""
 
     __slots__ = ("done", "lookup", "trained", "within")
 
     def __init__(self, trained: Trained, ids: Tensor | None = None, offsets: Tensor | None = None) -> None:
-        """`ids` and `offsets` as the lookup had them; without, whoever updates tells the arena which rows change."""
+        """`ids` and `offsets` of the lookup; without them, the caller tells the arena which rows change."""
         self.trained, self.done = trained, False
-        self.within = _current_pass()  # a checkpoint's, which looks up again and has a pass of its own for that
+        self.within = _current_pass()  # activation checkpointing looks up again inside of a backward pass
         self.lookup = None if ids is None or offsets is None else (ids, offsets)
 
     def __call__(self, grads: Any) -> None:
         if self.done:
-            raise BadInput(
-                "a second backward through the same graph (retain_graph=True) would update the rows twice; "
-                "run the forward again, or use update='step', where gradients are summed"
-            )
+            message = "a second backward through the same graph (retain_graph=True) would update rows twice; use update='step'"
+            raise BadInput(message, parameter="retain_graph", value=True)
         self.trained.placeholder.begin_update(_current_pass() if self.within < 0 else self.within)
         self.done = True
         arena = self.trained.arena
@@ -117,14 +108,14 @@ class UpdateOnce:
 
 
 class FusedOptimizer(Optimizer):
-    """The rows of one or more modules, a parameter group for each. `state_dict` has the groups; the modules' have the state."""
+    """The optimizer of the rows of one or more modules, with a parameter group for each."""
 
     trains_rows = True  # the hooks of `placeholder.py` hide gradients of rows from other optimizers
 
     def __init__(self, trained: Iterable[Trained]) -> None:
         self._trained = list(trained)
         if not self._trained:
-            raise BadInput("the model has no module of thermocline; build it with them, or call thermocline.convert_ first")
+            raise BadInput("the model has no module of thermocline; call thermocline.convert_ first", parameter="model")
         groups = [t.group for t in self._trained]
         defaults = {name: value for name, value in groups[0].items() if name != "params"}
         same = all(group.keys() == groups[0].keys() for group in groups)
@@ -132,19 +123,19 @@ class FusedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not isinstance(param_group, HyperGroup):
-            raise BadInput(
-                "a fused optimizer trains the rows of thermocline's modules alone; give other parameters to an optimizer of "
-                "torch, and several modules to thermocline.fused_optimizer(model)"
+            message = (
+                "a fused optimizer trains only rows of thermocline's modules; use an optimizer of torch for other parameters"
             )
+            raise BadInput(message, parameter="param_group")
         for placeholder in param_group["params"]:
             placeholder.has_fused_optimizer = True
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_trained": self._trained}  # which torch leaves out of copies
+        return {**super().__getstate__(), "_trained": self._trained}  # torch leaves it out
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """update="step": apply the gradients that wait. update="backward": rows are up to date; this marks the step's end."""
+        """Apply pending gradients with update="step"; with update="backward" mark the end of the step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -155,13 +146,53 @@ class FusedOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that wait."""
+        """Drop pending gradients."""
         for trained in self._trained:
             trained.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
-            raise BadInput(f"the state has {len(saved)} parameter groups; this optimizer has {len(self.param_groups)}")
+            message = f"the state has {len(saved)} parameter groups; this optimizer has {len(self.param_groups)}"
+            raise BadInput(message, parameter="param_groups", value=len(saved), needed=len(self.param_groups))
         for group, other in zip(self.param_groups, saved, strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
+
+
+class _WithDeferredBackward(torch.autograd.Function):
+    """Attaches a backward to the output of a lookup that keeps the summed gradients of distinct rows for `step`."""
+
+    @staticmethod
+    def forward(ctx: Any, tie: Tensor, weights_N: Tensor | None, done: tuple[Any, ...]) -> Tensor:
+        ctx.arena, ctx.placeholder, call, out, winners = done
+        ctx.mode = call.mode
+        ctx.save_for_backward(call.ids_N, call.offsets, weights_N, winners)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ids_N, offsets, weights_N, winners = ctx.saved_tensors
+        arena, grad, weights_grad = ctx.arena, grad.contiguous(), None
+        call = LookupCall(ids_N, offsets, weights_N, ctx.mode)
+        if ctx.needs_input_grad[1]:
+            weights_grad = weight_gradient(arena.arrays, call, grad).to(weights_N.dtype)
+        sums = sum_row_gradients(arena.layout, call, winners, grad)
+        ctx.placeholder.accumulate(*sums, arena_rows(arena.layout, ids_N, offsets) if arena.cache else ids_N[:0])
+        return None, weights_grad, None
+
+
+def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, placeholder: PlaceholderParameter) -> Tensor:
+    """A lookup whose gradients are added to `placeholder`. `tie` is a leaf that requires grad.
+
+    Its backward runs Python, so it breaks the graph of torch.compile: models that use it compile without fullgraph=True.
+    """
+    weights_N = call.weights_N
+    if weights_N is not None:
+        call = call._replace(weights_N=weights_N.detach())
+    rows = arena.arrays
+    check_lookup(rows.layout, call)
+    out, winners = implementation_for("gather", rows.meta).gather_pool(rows, call)
+    return _WithDeferredBackward.apply(tie, weights_N, (arena, placeholder, call, out, winners))  # type: ignore[no-any-return, no-untyped-call]
+
+
+deferred_lookup_uncompiled = torch.compiler.disable(deferred_lookup)

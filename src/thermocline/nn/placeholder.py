@@ -1,27 +1,22 @@
-"""The placeholder parameter: the one parameter of a module, of one element, that stands for its rows.
+"""The placeholder parameter: the one parameter of a module, with one element, that represents its rows.
 
-Rows are bytes, and no tensor of their gradients is ever as large as the table. Tools of PyTorch (`clip_grad_norm_`, GradScaler,
-`requires_grad_`, `zero_grad`, optimizers) know parameters only, so `.grad` of the placeholder answers for the rows:
+Tools of PyTorch (`clip_grad_norm_`, GradScaler, `requires_grad_`, `zero_grad`, optimizers) work on parameters. Its `.grad` is:
 
-* `update="backward"`: the gradient was applied in backward. `.grad` is an `AppliedGradient`, a zero that can be read. Clipping
-  and GradScaler write to gradients, which raises and names the other mode; `zero_grad` ends the step.
-* `update="step"`: `.grad` is a `RowGradient`, the pending fp32 gradients [distinct rows, columns]. In-place changes such as
-  clipping reach what `fused_optimizer.step()` applies. GradScaler unscales them once, also if two optimizers have the
-  parameter.
+* with `update="backward"` an `AppliedGradient`, one zero that can be read. Clipping and GradScaler, which write to it, raise;
+  `zero_grad` ends the step.
+* with `update="step"` a `RowGradient`, the pending fp32 gradients [distinct rows, columns]. Clipping changes what
+  `fused_optimizer.step()` applies. GradScaler unscales it once, also if two optimizers have the parameter.
 
-Optimizers of torch skip embedding rows: hooks on all optimizers (`register_optimizer_step_pre_hook`) hide `.grad` from the end
-of the closure to the end of the step. The hooks also mark the end of a step: with update="backward" a second backward pass
-before the next step would be accumulation, which is refused. With update="step" and no fused optimizer nothing trains the
-rows, which is warned of.
-
-The rejected alternative is a sparse gradient on a parameter [rows, columns] that expands one zero: `clip_grad_norm_` of torch
-2.13 does not take sparse gradients, and tools that copy the model would allocate the expanded tensor.
+Hooks on all optimizers hide `.grad` from steps of torch's optimizers, after their closure. They also mark the end of a step:
+with update="backward" a second backward pass before the next step is refused, because it would accumulate. With update="step"
+and no fused optimizer nothing trains the rows, which is warned of. A sparse gradient on an expanded zero was rejected:
+`clip_grad_norm_` of torch 2.13 does not take sparse gradients, and copies of the model would allocate the expanded tensor.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,17 +32,14 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # the one operation of 
 
 
 class PendingGradients:
-    """Distinct arena rows and their summed gradients, between backward and `fused_optimizer.step()`.
-
-    `seen_N` has the row of every lookup, for the counts of the cache.
-    """
+    """Distinct arena rows, their summed gradients, and the row of every lookup (for the counts of the cache)."""
 
     def __init__(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
         self.rows_U, self.grads_UW, self.seen_N = rows_U, grads_UW, seen_N
         self.unscaled = False
 
     def plus(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> PendingGradients:
-        """The sum with the gradients of another backward. Each sum has at most two terms, so their order changes no bit."""
+        """The sum with gradients of another backward. A sum has at most two terms, so it is deterministic."""
         merged_M, place = torch.unique(torch.cat([self.rows_U, rows_U]), return_inverse=True)
         both = torch.cat([self.grads_UW, grads_UW])
         sums_MW = both.new_zeros(merged_M.numel(), both.shape[1]).index_add_(0, place, both)
@@ -60,7 +52,7 @@ class PendingGradients:
 
 
 class AppliedGradient(ReadOnlyTensor):
-    """`.grad` of rows that backward updates: one zero. Writes raise; those of `zero_grad` end the step."""
+    """`.grad` with update="backward"."""
 
     placeholder: PlaceholderParameter | None = None
 
@@ -84,14 +76,14 @@ class AppliedGradient(ReadOnlyTensor):
         if name == _UNSCALE:
             tool, effect = "GradScaler", " They were updated with a scaled gradient: restore them from a checkpoint."
         raise BadInput(
-            f"rows are updated in backward (update='backward'), before {tool} can change their gradients.{effect} Build the "
-            f"module with RowConfig(update='step') and call fused_optimizer.step(), or leave its parameters out of {tool}",
+            f"rows were updated in backward, before {tool} could change their gradients.{effect} Use RowConfig(update='step') "
+            f"and fused_optimizer.step(), or leave the module's parameters out of {tool}",
             parameter="update", value="backward", tool=tool,
         )  # fmt: skip
 
 
 class RowGradient(Tensor):
-    """`.grad` of rows with update="step": the pending gradients, in their own memory."""
+    """`.grad` with update="step": a view of the pending gradients."""
 
     pending: PendingGradients
 
@@ -102,7 +94,7 @@ class RowGradient(Tensor):
                 return func(*args, **(kwargs or {}))
             grads, found_inf, inverse_scale = args
             for grad in grads:
-                if isinstance(grad, cls):  # a second optimizer with this parameter checks for Inf, and unscales no more
+                if isinstance(grad, cls):  # a second optimizer with this parameter only checks for Inf
                     scale = torch.ones_like(inverse_scale) if grad.pending.unscaled else inverse_scale
                     func([grad.pending.grads_UW], found_inf, scale)
                     grad.pending.unscaled = True
@@ -112,7 +104,7 @@ class RowGradient(Tensor):
 
 
 class PlaceholderParameter(nn.Parameter):
-    """One zero, which requires a gradient while the rows are trained."""
+    """One zero, which requires a gradient while rows are trained."""
 
     update: str
     pending: PendingGradients | None
@@ -157,26 +149,23 @@ class PlaceholderParameter(nn.Parameter):
             self._warn_if_skipped()
             self.pending = None
         elif self.pending is None or grads_UW.shape != self.pending.grads_UW.shape:
-            raise BadInput(
-                "the gradient of rows can be changed or dropped (None), but not replaced by another shape: it has "
-                f"{None if self.pending is None else tuple(self.pending.grads_UW.shape)}, the new one {tuple(grads_UW.shape)}",
-                parameter="grad",
-            )
+            needed = None if self.pending is None else tuple(self.pending.grads_UW.shape)
+            message = f"the gradient of rows is {tuple(grads_UW.shape)}; change it in place ({needed}), or set it to None"
+            raise BadInput(message, parameter="grad", value=tuple(grads_UW.shape), needed=needed)
         else:
             self.pending.grads_UW = grads_UW.as_subclass(Tensor)
 
     def end_step(self, stepped: bool = True) -> None:
-        """Mark the end of a step; one backward pass may follow before the next, once an optimizer has stepped."""
+        """Mark the end of a step. Once an optimizer has stepped, only one backward pass may follow before the next step."""
         self.stepped, self.last_pass = self.stepped or stepped, -1
 
     def begin_update(self, task: int) -> None:
-        """Called in a backward pass before rows change; raises at a second pass in a step."""
+        """Raise if rows would change in a second backward pass of a step."""
         if self.stepped and self.last_pass not in (-1, task):
-            raise BadInput(
-                "a second backward pass since the last step of an optimizer. With update='backward' it would be a second "
-                "update of the rows, not a sum of gradients; accumulate with RowConfig(update='step')",
-                parameter="update", value="backward",
-            )  # fmt: skip
+            message = (
+                "a second backward pass since the last step would update rows twice; accumulate with RowConfig(update='step')"
+            )
+            raise BadInput(message, parameter="update", value="backward")
         self.last_pass = task
 
     def accumulate(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
@@ -187,7 +176,7 @@ class PlaceholderParameter(nn.Parameter):
         self.pending = PendingGradients(*new) if self.pending is None else self.pending.plus(*new)
 
     def skip_step(self) -> None:
-        """An optimizer of torch with this parameter steps: it reads no gradient."""
+        """Hide the gradient from the step of an optimizer of torch."""
         self.hidden = True
         self.skipped = self.skipped or self.pending is not None
         if self.update == "backward":
@@ -197,10 +186,9 @@ class PlaceholderParameter(nn.Parameter):
         if self.skipped and not (self.has_fused_optimizer or self.stepped):
             self.has_fused_optimizer = True  # warn once
             warnings.warn(
-                "an optimizer of torch has stepped while gradients of rows were pending: it skips embedding rows, so they are "
-                "not trained. With update='step' call step() of module.fused_optimizer or thermocline.fused_optimizer(model)",
-                stacklevel=3,
-            )
+                "an optimizer of torch has stepped, which skips embedding rows, so they are not trained. With update='step' "
+                "call step() of module.fused_optimizer or thermocline.fused_optimizer(model)", stacklevel=3,
+            )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderParameter:
         pending = None if self.pending is None else self.pending.clone()
@@ -224,26 +212,20 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not found:
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
+
+    def hide_after_closure() -> Any:
         for placeholder in found:
-            placeholder.skip_step()
-        return None
-    wrapped = _hide_after(closure, found)
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": wrapped}
-    return (args[0], wrapped, *args[2:]), kwargs
-
-
-def _hide_after(closure: Callable[[], Any], placeholders: list[PlaceholderParameter]) -> Callable[[], Any]:
-    def call() -> Any:
-        for placeholder in placeholders:
             placeholder.hidden = False
-        loss = closure()
-        for placeholder in placeholders:
+        loss = None if closure is None else closure()
+        for placeholder in found:
             placeholder.skip_step()
         return loss
 
-    return call
+    if closure is None:
+        return hide_after_closure()
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": hide_after_closure}
+    return (args[0], hide_after_closure, *args[2:]), kwargs
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

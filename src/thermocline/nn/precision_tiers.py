@@ -1,16 +1,16 @@
-"""Precision by heat inside one table: what users write, what it means in rows and slots, and what a budget buys.
+"""Precision tiers of a table, and the tiers that fit into a budget.
 
-`{"fp32": 0.01, "int8": 0.05, "int2": 0.94}` reads: the hottest 1% of rows in fp32, the next 5% in int8, the others in int2.
-All rows of the table have the coldest of the formats, its *base*; the hot ones live in slots as long as they are hot. So rows
-can be promoted and demoted one by one while training, and a share is a number of slots, not a list of rows.
+`{"fp32": 0.01, "int8": 0.05, "int2": 0.94}` stores the hottest 1% of rows in fp32, the next 5% in int8 and the others in int2.
+All rows of the table are stored in the lowest format, the base. Rows that are hot at the moment also occupy fp32 or int8 slots,
+so a share is a number of slots, and rows move between tiers one by one while training.
 
-    base    int8    {"fp32": a, "int8": 1 - a}, which is precision="int8", cache=a
-            int4    "fp32" and "int8" above it, either or both
-            int2    the same
+    base            tiers above it
+    int8            fp32; {"fp32": a, "int8": 1 - a} is precision="int8", cache=a
+    int4, int2      fp32, int8 or both
 
-`precision="auto"` takes the first rung of LADDER whose tables fit into `budget`, everything counted but optimizer state, and
-gives the bytes that are left to slots, in the rung's proportion. A ladder, because what costs accuracy is known rung by rung
-from `bench accuracy`; a search over all shares would choose between configurations that nobody has measured.
+`precision="auto"` uses the first entry of LADDER whose tables fit into `budget` (without optimizer state), and spends the
+remaining bytes on more slots in the same proportion. Only the entries of LADDER have a measured accuracy, so shares are not
+searched freely.
 """
 
 from __future__ import annotations
@@ -27,15 +27,11 @@ from thermocline.rows.table_spec import TableSpec
 Precision = str | Mapping[str, float]
 
 _FULL, _NEAR = "fp32", "int8"
-_POSSIBLE = (
-    "{'fp32': 0.05, 'int8': 0.95}, or 'int4' or 'int2' with 'fp32', 'int8' or both above it, "
-    "as in {'fp32': 0.01, 'int8': 0.05, 'int2': 0.94}"
-)
-_OVERHEAD = 256  # bytes a table at most: alignment, and the numbers that are kept for a pool
+_OVERHEAD = 256  # bytes a table at most, for alignment and the ledger of a pool
 
 
 class Tiers(NamedTuple):
-    """The format of all rows of a table, and which shares of them have a place in an fp32 slot or in an int8 one."""
+    """The format of all rows of a table, and the shares of fp32 slots (`full`) and int8 slots (`near`)."""
 
     base: str
     full: float = 0.0
@@ -43,7 +39,7 @@ class Tiers(NamedTuple):
 
     @property
     def precision(self) -> Precision:
-        """The same as a user would write it."""
+        """The tiers as `RowConfig.precision` takes them."""
         if self.base == _FULL:
             return _FULL
         return {_FULL: self.full, _NEAR: self.near} | {self.base: 1 - self.full - self.near}
@@ -65,24 +61,25 @@ LADDER = (
 
 
 def read_tiers(precision: Mapping[str, float]) -> Tiers:
-    """A dict of shares, understood or refused."""
-    shares = dict(precision)
-    given = f"precision is {shares}"
-    if not all(isinstance(share, Real) and 0 <= float(share) <= 1 for share in dict[str, Any](shares).values()):
-        raise BadInput(f"{given}; shares must be numbers from 0 to 1")
-    if abs(sum(shares.values()) - 1) > 1e-6:
-        raise BadInput(f"{given}, which adds up to {sum(shares.values()):g}; shares must add up to 1")
-    bases = [name for name in (*(F.NAMES[format] for format in INT8_SLOT_FORMATS), _NEAR) if name in shares]
-    if not bases or set(shares) - {bases[0], _FULL, _NEAR}:
-        raise BadInput(f"{given}; possible are {_POSSIBLE}")
-    base = bases[0]
+    """The tiers of a dict of shares."""
+    shares: dict[str, Any] = dict(precision)
+    base = next((name for name in (*(F.NAMES[format] for format in INT8_SLOT_FORMATS), _NEAR) if name in shares), "")
+    way = ""
+    if not all(isinstance(share, Real) and 0 <= float(share) <= 1 for share in shares.values()):
+        way = "shares are numbers from 0 to 1"
+    elif abs(sum(shares.values()) - 1) > 1e-6:
+        way = f"shares add up to {sum(shares.values()):g}, not to 1"
+    elif not base or set(shares) - {base, _FULL, _NEAR}:
+        way = "use {'fp32': 0.05, 'int8': 0.95}, or 'int4' or 'int2' with 'fp32' or 'int8' above it"
+    if way:
+        raise BadInput(f"precision is {shares}; {way}", parameter="precision", value=shares)
     return Tiers(base, float(shares.get(_FULL, 0.0)), float(shares.get(_NEAR, 0.0)) if base != _NEAR else 0.0)
 
 
 def divide(tables: Sequence[TableSpec], shares: Sequence[float]) -> tuple[int, ...]:
-    """Slots of each table, from a share of its rows."""
+    """The slots of each table, for a share of its rows."""
     slots = [int(min(share, 1.0) * table.rows) for table, share in zip(tables, shares, strict=True)]
-    # Tables of one kind share their slots: what small ones lose to rounding, the largest of the kind brings.
+    # Tables of one kind share their slots: what rounding takes from small tables is given to the largest.
     kinds = [(table.dim, table.precision, share) for table, share in zip(tables, shares, strict=True)]
     for kind in set(kinds):
         same = [n for n, other in enumerate(kinds) if other == kind]
@@ -98,17 +95,15 @@ def bytes_of(tables: Sequence[TableSpec], slots: Sequence[int], near: Sequence[i
 
 
 def fit(shapes: Sequence[tuple[int, int]], budget: int, taken: int = 0) -> Tiers:
-    """The tiers that tables of these (rows, dimension) get from so many bytes, of which some are taken already."""
+    """The best tiers with which tables of these (rows, dimension) fit into a budget, of which `taken` bytes are used."""
     smallest = 0
     for rung in LADDER:
         tables = [TableSpec(*shape, rung.base) for shape in shapes]
         smallest = taken + _bytes(tables, rung)
         if smallest <= budget:
             return _grown(tables, rung, budget - taken)
-    raise BadInput(
-        f"budget is {budget:,} bytes; {LADDER[-1]}, the smallest tables that precision='auto' makes, take {smallest:,}: "
-        "raise the budget, or use fewer rows or a smaller dimension"
-    )
+    message = f"budget is {budget:,} bytes; the smallest tables of precision='auto' ({LADDER[-1]}) need {smallest:,}"
+    raise BadInput(message, parameter="budget", needed=smallest, available=budget)
 
 
 def _bytes(tables: Sequence[TableSpec], tiers: Tiers) -> int:
@@ -117,12 +112,12 @@ def _bytes(tables: Sequence[TableSpec], tiers: Tiers) -> int:
 
 
 def overhead(tables: Sequence[TableSpec]) -> int:
-    """More than alignment takes: of the codes of a table, and of where slots of another dimension begin."""
+    """An upper bound of the bytes of alignment."""
     return sum(_OVERHEAD + 4 * t.dim + 4 * F.int8_slot_words(t.dim) for t in tables)
 
 
 def _grown(tables: Sequence[TableSpec], rung: Tiers, budget: int) -> Tiers:
-    """A rung with more slots, as many as the budget has bytes for."""
+    """An entry of LADDER with as many more slots as fit into the budget."""
     each = sum(t.rows * (rung.full * slot_bytes(t.dim) + rung.near * slot_bytes(t.dim, near=True)) for t in tables)
     if not each:
         return rung

@@ -1,8 +1,6 @@
-"""Prefetching batches: the record of batches that were prefetched lately, and a loop that looks ahead.
+"""Prefetched batches of a module, and the loop behind `prefetched`.
 
-A module owns one `PrefetchedBatches`. Its forward recognises a prefetched batch by the tensor objects of its input. A converted
-model thus needs no change: its forward hands the tensors of the batch down to the module. Code that calls the module itself
-may pass the second item of each pair that `prefetched` yields.
+Forward recognises a prefetched batch by the tensor objects of its input, so models that pass them on need no change.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ from thermocline.kernels.tensor_identity import TensorIdentity
 
 from .inputs import Given
 
-AT_ONCE = 4  # batches whose rows are copied together; with 8, steps on an H200 took up to an eighth less, and twice the room
+AT_ONCE = 4  # batches whose rows are copied together; 8 take twice the memory and up to an eighth less time a step
 T = TypeVar("T")
 
 
 class PrefetchedInput(NamedTuple):
-    """The arguments of a forward whose rows are prefetched: `module(rows)` is `module(*rows.arguments)`."""
+    """The arguments of forward: `module(rows)` is `module(*rows.arguments)`."""
 
     arguments: tuple[Any, ...]
 
@@ -68,22 +66,19 @@ class PrefetchedBatches:
         return bool(self._groups)
 
     def add(self, requests: Sequence[PrefetchRequest]) -> None:
-        """Note a group of batches whose rows are in flight now."""
+        """Add a group of batches whose rows are in flight."""
         group = []
         for given, ids, offsets, parsed in requests:
-            trainable = not (ids.is_inference() or offsets.is_inference())
-            group.append(
-                _Batch([_identity(item) for item in given], given[0] if given else None, parsed if trainable else None)
-            )
+            parsed = None if ids.is_inference() or offsets.is_inference() else parsed  # training cannot use it
+            group.append(_Batch([_identity(item) for item in given], given[0] if given else None, parsed))
         self._groups.append(group)
         self._in_flight = True
 
     def take(self, given: Sequence[Given], arrive: Callable[[], None]) -> Any:
-        """What forward may use in place of parsing this input, once, if the batch was prefetched and has not changed since.
+        """The parsed input of a prefetched batch, once, if it has not changed since; the newest of several.
 
-        Calls `arrive` if the batch is of the last group and its rows are in flight. The same first tensor is enough for that:
-        waiting is never wrong, and inference tensors do not tell whether they changed. Of a batch that was prefetched twice,
-        the newest counts.
+        Calls `arrive` if the rows of the batch are in flight. The same first tensor is enough for that, because waiting is
+        never wrong, and inference tensors do not tell whether they changed.
         """
         same = [[one for one in group if one.matches(given)] for group in self._groups]
         if self._in_flight and (same[-1] or (not any(same) and any(one.first is given[0] for one in self._groups[-1]))):
@@ -109,35 +104,17 @@ def _matches(known: Any, item: Given) -> bool:
     return not isinstance(item, Tensor) and known == item
 
 
-def as_arguments(given: Any) -> tuple[Any, ...]:
-    """The arguments of forward: a tuple holds several."""
-    return given if isinstance(given, tuple) and not isinstance(given, PrefetchedInput) else (given,)
-
-
 def prefetch_loop(
-    loader: Iterable[T],
-    ids: Callable[[T], Any] | None,
-    prefetch: Callable[[list[tuple[Any, ...]]], None] | None,
-    at_once: int,
+    loader: Iterable[T], ids: Callable[[T], Any] | None, prefetch: Callable[[list[tuple[Any, ...]]], None] | None, at_once: int
 ) -> Iterator[tuple[T, PrefetchedInput]]:
-    """The loop behind `prefetched` of local and sharded modules, which have one signature:
-
-        prefetched(loader, ids=None, at_once=AT_ONCE) -> Iterator[(batch, rows)]
-
-    Args:
-        loader: batches, on the device of the tables.
-        ids: the input that forward gets of a batch (a tensor, a dict, or a tuple of several arguments); by default the batch.
-        prefetch: starts the prefetch of a group of inputs; None where there is nothing to prefetch.
-        at_once: batches whose rows are copied together; sharded modules exchange one batch at a time.
-
-    Yields:
-        Each batch and its `PrefetchedInput`, which forward takes in place of its arguments.
-    """
+    """The loop behind `prefetched` of local and sharded modules; `prefetch` starts the prefetch of a group of inputs."""
     if at_once < 1:
         raise BadInput(f"at_once is {at_once}; use 1 or more batches", parameter="at_once", value=at_once)
 
     def pair(batch: T) -> tuple[T, PrefetchedInput]:
-        return batch, PrefetchedInput(as_arguments(batch if ids is None else ids(batch)))
+        given = batch if ids is None else ids(batch)
+        several = isinstance(given, tuple) and not isinstance(given, PrefetchedInput)
+        return batch, PrefetchedInput(given if several else (given,))  # type: ignore[arg-type]
 
     upcoming = map(pair, loader)
     if prefetch is None:

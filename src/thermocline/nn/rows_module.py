@@ -1,12 +1,11 @@
-"""What every module of this layer is: an arena with a trainer, made to behave as an `nn.Module`.
+"""`RowsModule`, the base of all modules: an arena and a trainer as an `nn.Module`.
 
-The arena's arrays are neither parameters nor buffers of the module. Casts would change them (`.half()` turns every float buffer
-into fp16), and copies by name would miss what an arena keeps elsewhere. So the three doors of `nn.Module` are taken over:
+The arrays of the arena are neither parameters nor buffers, because casts such as `.half()` would change them. Instead:
 
-* `_apply` (`.to`, `.half`, `.cuda`, `share_memory`) sees floats as integers of the same size: devices change, values never do.
-  A float that it is shown beside them tells which type the module is to return.
+* `_apply` (`.to`, `.half`, `.cuda`, `share_memory`) shows floats as integers of the same size, so that devices change and
+  values do not. A further float that it shows tells the new output type of the module.
 * `_save_to_state_dict` writes the arrays under the names below; `_load_from_state_dict` reads them, or a plain `weight`.
-* deepcopy and pickle copy arena and trainer as the Python objects they are.
+* deepcopy and pickle copy arena and trainer as Python objects.
 
     key in state_dict        what
     codes, meta              rows, as stored
@@ -41,11 +40,10 @@ from thermocline.rows.memory import MemoryUsage, pin
 from thermocline.rows.training import Trainer
 
 from .config import RowConfig, TableRequest, make_arena
-from .deferred_update import deferred_lookup, deferred_lookup_uncompiled
 from .heat_profile import heat_of
-from .id_maps import FeatureMaps, misfit, text_of
+from .id_maps import FeatureMaps, difference, maps_as_text
 from .inputs import Given, check_integers, check_is_tensor
-from .optimizer import FusedOptimizer, Trained, UpdateOnce
+from .optimizer import FusedOptimizer, Trained, UpdateOnce, deferred_lookup, deferred_lookup_uncompiled
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
 
@@ -59,24 +57,21 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class RowsModule(nn.Module):
-    """Rows of one or more tables, trained in place."""
+    """Base of the modules: rows of one or more tables, trained in place."""
 
     placeholder: PlaceholderParameter
     prefetch_request: Callable[..., PrefetchRequest]  # takes the arguments of forward
 
     def __init__(
-        self,
-        tables: Sequence[TableRequest],
-        features: Sequence[int],
-        rows: RowConfig,
-        device: torch.device | str | None,
+        self, tables: Sequence[TableRequest], features: Sequence[int], rows: RowConfig, device: torch.device | str | None,
         dtype: torch.dtype | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.rows = rows
         wanted: Any = torch.get_default_dtype() if dtype is None else dtype
         if not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
-            raise BadInput(f"dtype is {wanted!r}; it is of what the module returns, a float. Rows are stored in `precision`")
+            message = f"dtype is {wanted!r}; use a float, the type of the output. Rows are stored in `precision`"
+            raise BadInput(message, parameter="dtype", value=wanted)
         self.dtype = wanted
         self.arena, self.tiers = make_arena(tables, features, device, rows)
         self.trainer = Trainer(self.arena, rows.optimizer, seed=rows.seed)
@@ -88,7 +83,7 @@ class RowsModule(nn.Module):
 
     @classmethod
     def without_values(cls, *args: Any, **keywords: Any) -> Self:
-        """A module whose rows are about to be written: as its constructor makes it, but without drawing initial rows."""
+        """Construct a module without drawing initial rows."""
         bare = type(cls.__name__, (cls,), {"reset_parameters": lambda self: None})
         module: Self = bare(*args, **keywords)
         module.__class__ = cls
@@ -102,7 +97,7 @@ class RowsModule(nn.Module):
         return self._fused
 
     def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
-        """Rows of all features (see `rows.lookup`), trained by backward or, with update="step", later."""
+        """Look up rows of all features (see `rows.lookup`), to be trained by backward or, with update="step", later."""
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
         trains = self.training and torch.is_grad_enabled() and self.trained.placeholder.requires_grad
         if trains and DistributedDataParallel._active_ddp_module is not None:
@@ -115,9 +110,9 @@ class RowsModule(nn.Module):
                 out = ops.lookup(arena.arrays, call)
             elif self.rows.update == "step":
                 defer = deferred_lookup_uncompiled if torch.compiler.is_compiling() else deferred_lookup
-                out = defer(arena, call, trainer.anchor, self.trained.placeholder)
+                out = defer(arena, call, trainer.placeholder, self.trained.placeholder)
             else:
-                out = ops.lookup(arena.arrays, call, trainer.arrays, trainer.anchor)
+                out = ops.lookup(arena.arrays, call, trainer.arrays, trainer.placeholder)
                 if not torch.compiler.is_compiling():
                     out.grad_fn.register_prehook(UpdateOnce(self.trained, rows, offsets))  # type: ignore[union-attr]
                 elif arena.tracks_writes:
@@ -131,30 +126,43 @@ class RowsModule(nn.Module):
     def prefetched(
         self, loader: Iterable[T], ids: Callable[[T], Any] | None = None, at_once: int = AT_ONCE
     ) -> Iterator[tuple[T, PrefetchedInput]]:
-        """Batches of a loader, with the rows of later batches on their way to the GPU (residency="host").
-
-        Rows that are copied together take the link much less time than one batch after the other, and as many times the room.
-        Twice `at_once` batches are read before the first is yielded. Elsewhere nothing is prefetched or read ahead.
+        """Iterate over batches, and prefetch the rows of later ones to the GPU (residency="host"; else nothing is read ahead).
 
         Args:
             loader: batches on the device of the tables.
-            ids: the input that forward gets of a batch (a tensor, a dict, or a tuple of several arguments); by default the
-                batch itself.
-            at_once: batches whose rows are copied together.
+            ids: returns the input of forward for a batch (a tuple has several arguments); by default the batch.
+            at_once: batches whose rows are copied together, which is faster and takes as many times the memory. Twice as many
+                batches are read ahead.
 
         Yields:
-            Each batch and its input, which forward takes in place of its arguments. A forward that gets the very same tensors
-            recognises them as well.
+            Each batch and its input, which forward takes. A forward with the same tensors recognises them as well.
 
-        Example:
-            >>> for batch, rows in tables.prefetched(loader, ids=lambda batch: batch["ids"]):
-            ...     loss = model(tables(rows), batch["label"])
+        Raises:
+            BadInput: `at_once` is less than 1.
+
+        Example::
+
+            for batch, rows in tables.prefetched(loader, ids=lambda batch: batch["ids"]):
+                loss = model(tables(rows), batch["label"])
         """
 
         def prefetch(inputs: list[tuple[Any, ...]]) -> None:
             self.prefetch_rows(*(self.prefetch_request(*arguments) for arguments in inputs))
 
         return prefetch_loop(loader, ids, prefetch if self.arena.prefetches else None, at_once)
+
+    def prefetch(self, *arguments: Any, **keywords: Any) -> None:
+        """Start copying the rows of a later batch to the GPU (residency="host"; else does nothing).
+
+        Until the backward of that batch its ids must not be changed in ways that autograd does not see: by collectives, through
+        `.data` or DLPack, or by other kernels. `prefetched` prefetches all batches of a loop.
+
+        Args:
+            arguments: the arguments of forward.
+            keywords: its keyword arguments.
+        """
+        if self.arena.prefetches:
+            self.prefetch_rows(self.prefetch_request(*arguments, **keywords))
 
     def prefetch_rows(self, *requests: PrefetchRequest) -> None:
         """Copy the rows of batches to the GPU, together."""
@@ -165,43 +173,48 @@ class RowsModule(nn.Module):
     def take_prefetched(self, given: Sequence[Given]) -> Any:
         """The parsed input of a batch that was prefetched, once, and None for other batches (see `PrefetchedBatches.take`).
 
-        Its tensors let the update find the sort of the prefetch (`kernels/stage/gpu_area.py`).
+        By its tensors the update finds the sorted rows of the prefetch (`kernels/stage/gpu_area.py`).
         """
         if torch.compiler.is_compiling() or not self._prefetched:  # in this order: compiled code does not depend on the second
             return None
         if not given or (self.arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return None  # a captured graph will run again, with other ids in the same memory
+            return None  # a captured graph runs again, with other ids in the same memory
         return self._prefetched.take(given, self.arena.arrive)
 
     def stats(self) -> dict[str, int]:
-        """What the cache did so far: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
+        """Counts of the cache: lookups, hits, admissions, evictions, write-backs, promotions, bytes moved.
 
-        Rows that begin in the cache (small tables of a collection, and what `warm` puts there) count as admitted.
-        Lookups are counted in the steps that refresh the cache: all, but one in four of those with 65,536 lookups or more once
-        an "lfu" cache has settled; none with policy "fixed". After `prefetch` also rows and bytes that it moved, and lookups
-        that found no room. Empty where there is no cache.
+        Rows that begin in the cache (small tables of a collection, and those of `warm`) count as admitted. Lookups are counted
+        in steps that refresh the cache: none with policy "fixed"; once an "lfu" cache has settled, one in four of the steps
+        with 65,536 lookups or more.
+
+        Returns:
+            The counts by name; after `prefetch` also rows and bytes that it moved, after `warm` also the predicted hits. Empty
+            without a cache.
         """
         return self.arena.stats()
 
     def heat(self) -> HeatProfile:
-        """How hot rows were lately, as far as the cache knows: those in slots are counted, the others estimated.
+        """The recent heat of rows: counts of cached rows, and an estimate of the others. Waits for the GPU.
 
-        By row, not by raw id; `nn/heat_profile.py` says what is not known. Needs policy "lfu" or "adaptive". Waits for the GPU.
+        Returns:
+            A profile by row, not by raw id (see `nn/heat_profile.py`).
+
+        Raises:
+            BadInput: there is no cache, or its policy is "lru", which does not count.
         """
         return heat_of(self.arena, self.trainer.states)
 
     def memory(self) -> MemoryUsage:
-        """Bytes of everything: `.total`, `.parts`, and `.ratio` to fp32 rows."""
+        """Bytes of rows, cache, id maps and optimizer state: `.total`, `.parts`, and `.ratio` to fp32 rows."""
         memory = self.arena.memory(self.trainer.states)
         if self.maps is not None:
-            memory.parts["maps"] += self.maps.mapped.bytes
+            memory.parts["maps"] += self.maps.bytes
         return memory
 
     def flush(self) -> None:
-        """Put cached rows back into the table, rounded: what is left is what a low-precision copy would serve."""
+        """Round cached rows into the table and empty the cache: rows are then as a low-precision copy would serve them."""
         self.arena.flush()
-
-    # -- rows ---------------------------------------------------------------------------------------------------------------
 
     def read_table(self, table: int, ids: Tensor | None = None) -> Tensor:
         """Rows of one table, dequantized to fp32; all of them without ids."""
@@ -221,7 +234,8 @@ class RowsModule(nn.Module):
         values_RD = values_RD.as_subclass(Tensor)  # `weight` of another module is a subclass
         count = spec.rows if ids_N is None else ids_N.numel()
         if tuple(values_RD.shape) != (count, spec.dim):
-            raise BadInput(f"values are {tuple(values_RD.shape)}; {count} rows of {spec.dim} columns are to be set")
+            message = f"values are {tuple(values_RD.shape)}; use {(count, spec.dim)}"
+            raise BadInput(message, parameter="values", value=tuple(values_RD.shape), needed=(count, spec.dim))
         for first, last in blocks(count):
             rows_N = torch.arange(first, last, device=device) if ids_N is None else ids_N[first:last].to(device).long()
             self.arena.write(table, rows_N, values_RD[first:last].detach().to(device, torch.float32))
@@ -230,7 +244,8 @@ class RowsModule(nn.Module):
         rows, name = self.arena.tables[table].rows, self.arena.tables[table].name
         check_integers(ids)
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
-            raise BadInput(f"table {name!r} has rows 0 to {rows - 1}; ids run from {int(ids.min())} to {int(ids.max())}")
+            message = f"table {name!r} has rows 0 to {rows - 1}; ids run from {int(ids.min())} to {int(ids.max())}"
+            raise BadInput(message, parameter="ids", table=name, value=(int(ids.min()), int(ids.max())), available=rows)
 
     # -- nn.Module ----------------------------------------------------------------------------------------------------------
 
@@ -241,7 +256,7 @@ class RowsModule(nn.Module):
             return (moved if moved.dtype == shown.dtype else shown.to(moved.device)).view(tensor.dtype)  # .type() casts all
 
         _check_keeps(fn, self.arena.device)
-        self.arena.unstage()  # rows point at places by distances that end here
+        self.arena.unstage()  # staged rows are found by distances between arrays
         device, on_cpu = self.arena.device, self.arena.cache[-2:]
         self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
         codes = self.arena.codes
@@ -250,7 +265,7 @@ class RowsModule(nn.Module):
         if self.rows.residency == "host" and self.arena.device.type == "cuda":
             self.arena.codes = codes if codes.is_pinned() else pin(codes.cpu(), self.arena.device)
         self.arena.cache[-2:] = on_cpu  # steps and home: the host reads them in every step
-        self.trainer.anchor.requires_grad_()
+        self.trainer.placeholder.requires_grad_()
         self.placeholder.data = move(self.placeholder.data)
         if self.placeholder.pending is not None:
             move_tensors(self.placeholder.pending, move)
@@ -280,7 +295,7 @@ class RowsModule(nn.Module):
         for name, tensor in self._arrays().items():
             destination[prefix + name] = tensor.detach()
         destination[prefix + "tables"] = self._text()
-        if (maps := text_of(self.maps)) is not None:
+        if (maps := maps_as_text(self.maps)) is not None:
             destination[prefix + "ids"] = maps
 
     def _load_from_state_dict(
@@ -290,14 +305,18 @@ class RowsModule(nn.Module):
         arrays, plain = self._arrays(), self._weight_keys()
         given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         unexpected_keys += [prefix + name for name in given if name not in {*arrays, *plain, "tables", "ids"}] if strict else []
-        if why := misfit(self.maps, given.get("ids")):
+        if why := difference(self.maps, given.get("ids")):
             error_msgs.append(f"{prefix}ids: {why}")
             return
         if any(name in given for name in plain):
             missing_keys += [prefix + name for name in plain if name not in given] if strict else []
             for name, table in plain.items():
                 if name in given:
-                    self._load(error_msgs, prefix + name, self.write_table, table, given[name])
+                    try:
+                        with torch.no_grad():
+                            self.write_table(table, given[name])
+                    except (BadInput, RuntimeError) as error:
+                        error_msgs.append(f"{prefix}{name}: {error}")
             return
         texts = ["tables"] if self.maps is None else ["tables", "ids"]
         missing_keys += [prefix + name for name in [*arrays, *texts] if name not in given] if strict else []
@@ -316,21 +335,27 @@ class RowsModule(nn.Module):
                 tensor.copy_(given[name])
         self.trained.group.read_back()
 
-    @staticmethod
-    def _load(error_msgs: list[str], key: str, write: Callable[..., None], *args: Any) -> None:
-        try:
-            with torch.no_grad():
-                write(*args)
-        except (BadInput, RuntimeError) as error:
-            error_msgs.append(f"{key}: {error}")
-
     def __getstate__(self) -> dict[str, Any]:
-        # made again on first use; torch's optimizers do not copy all of themselves
         return {**self.__dict__, "_fused": None, "_prefetched": PrefetchedBatches()}
 
 
 def fused_optimizer(model: nn.Module) -> FusedOptimizer:
-    """One optimizer for the rows of all thermocline modules of a model, with one parameter group for each module."""
+    """Make one optimizer for the rows of all thermocline modules of a model.
+
+    Args:
+        model: the model.
+
+    Returns:
+        An optimizer with one parameter group for each module, for schedulers, `zero_grad` and, with update="step", `step`.
+
+    Raises:
+        BadInput: the model has no thermocline module.
+
+    Example::
+
+        rows = thermocline.fused_optimizer(model)
+        schedule = torch.optim.lr_scheduler.StepLR(rows, step_size=1000)
+    """
     return FusedOptimizer(m.trained for m in model.modules() if isinstance(m, RowsModule))
 
 
@@ -339,7 +364,7 @@ def blocks(count: int) -> Iterator[tuple[int, int]]:
 
 
 def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
-    """Replace every tensor that an object of ours holds, its own objects included."""
+    """Replace every tensor that an object of this package holds, also in its own objects."""
     for name, value in vars(held).items():
         if isinstance(value, Tensor):
             setattr(held, name, move(value))
@@ -352,32 +377,29 @@ def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
 
 
 def _check_keeps(fn: Callable[[Tensor], Tensor], device: torch.device) -> None:
-    """Refuse, before anything moves, what does not bring values along: to or from the meta device, and `to_empty`."""
-    sent = torch.tensor([byte & 1 for byte in os.urandom(64)], device=device)  # which no memory has by chance
+    """Raise, before anything moves, if values would be lost: to or from the meta device, and in `to_empty`."""
+    sent = torch.tensor([byte & 1 for byte in os.urandom(64)], device=device)  # random: no memory holds it by chance
     came = fn(sent)
     if device.type == came.device.type == "meta":
         return
     if "meta" in (device.type, came.device.type) or not torch.equal(came.to(device, sent.dtype), sent):
-        raise BadInput(
-            f"rows, cache and what says where they are would be without values on {came.device}: modules of thermocline cannot "
-            "go to or from the meta device, and not through to_empty. Build the model again on the device that is meant"
-        )
+        message = f"rows would lose their values on {came.device} (meta device or to_empty); build the model on its device"
+        raise BadInput(message, parameter="device", value=came.device)
 
 
 def _misfit(name: str, tensor: Tensor, value: Tensor) -> str:
-    """Why a saved array cannot be taken, or nothing."""
+    """Why a saved array cannot be loaded, or an empty string."""
     if tensor.shape == value.shape and tensor.dtype == value.dtype:
         return ""
     saved, here = f"{tuple(value.shape)} {value.dtype}", f"{tuple(tensor.shape)} {tensor.dtype}"
-    way = "the optimizer it was saved with"
-    if name.startswith("cache_"):
-        way = "the version of this package that saved it, or load its rows as `weight`"
+    cached = "the version of this package that saved it, or load its rows as `weight`"
+    way = cached if name.startswith("cache_") else "the optimizer it was saved with"
     return f"the saved array is {saved}, the module's {here}; build the module with {way}"
 
 
 def refuse_ddp() -> None:
     raise BadInput(
-        "this module updates its rows in place, on every rank from that rank's batch: under DistributedDataParallel the copies "
-        "of its rows would drift apart. Keep it outside: wrap only the dense part of the model in DistributedDataParallel, and "
-        "share the rows out with thermocline.shard_, or freeze them (requires_grad_(False))"
+        "each rank updates rows from its own batch, so copies under DistributedDataParallel would diverge; wrap only the dense "
+        "part of the model, and shard the rows with thermocline.shard_, or freeze them (requires_grad_(False))",
+        parameter="module",
     )

@@ -1,18 +1,11 @@
-"""To TorchRec and back: its collections become ours with the same rows, and ours become its.
+"""Conversion of TorchRec collections, from and to.
 
-Three ways in, by how much of a program should change:
+    convert_(model)            replaces the bags inside TorchRec's collections one by one; a launch for each table
+    KeyedCollection(theirs)    a module with TorchRec's input and output around one EmbeddingCollection; one launch
+    from_torchrec(theirs)      the EmbeddingCollection alone; its output has the methods of a KeyedTensor
 
-    convert_(model)                nothing else changes: the bags inside TorchRec's collections are replaced one by one.
-                                   A launch for each table.
-    KeyedCollection(theirs)        a module with the same calls, KeyedJaggedTensor in and KeyedTensor (or JaggedTensors)
-                                   out, around one collection of ours. One launch, and `shard_` and `save` find the collection.
-    from_torchrec(theirs)          the collection alone: it takes a KeyedJaggedTensor, and what it returns has keys(), values(),
-                                   length_per_key() and to_dict(), as a KeyedTensor has.
-
-TorchRec is never imported unless something of it is made here: whoever gives us one of its modules has it. Left out on purpose:
-its optimizers (ours are fused and configured by `optimizer=`), its sharding plans (a plan of ours is made from heat), and
-virtual tables. TorchRec lets tables of one collection pool differently, and a feature look up several tables; one launch of
-ours does neither, so such collections are refused, with the way out in the message.
+Optimizers, sharding plans and virtual tables of TorchRec are not converted. Collections whose tables pool differently, or with
+a feature that looks up several tables, are refused. TorchRec is imported only where one of its classes is made.
 """
 
 from __future__ import annotations
@@ -39,12 +32,15 @@ _POOLING = {"SUM": "sum", "MEAN": "mean"}
 def from_torchrec(
     theirs: nn.Module, *, rows: RowConfig = RowConfig(), **torch_arguments: Unpack[TorchArguments]
 ) -> EmbeddingCollection:
-    """A collection with the tables, features and rows of a TorchRec collection.
+    """Make a collection with the tables, features and rows of a TorchRec collection.
 
     Args:
         theirs: a TorchRec `EmbeddingBagCollection` or `EmbeddingCollection`.
         rows: how rows are stored and trained.
         torch_arguments: `device` (by default that of the TorchRec tables), and `dtype` of the output.
+
+    Returns:
+        The collection.
 
     Raises:
         BadInput: tables pool differently, or a feature looks up several tables.
@@ -56,15 +52,12 @@ def from_torchrec(
     configs, pooled = _configs(theirs)
     modes = {_POOLING[config.pooling.name] for config in configs} if pooled else {"none"}
     if len(modes) > 1:
-        raise BadInput(
-            f"tables of this collection pool by {' and by '.join(sorted(modes))}; one collection pools one way: split it in "
-            "two, or use convert_, which replaces its bags one by one"
-        )
+        message = f"tables pool by {' and by '.join(sorted(modes))}; split the collection, or use convert_"
+        raise BadInput(message, parameter="pooling", value=sorted(modes))
     names = [name for config in configs for name in config.feature_names]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise BadInput(
-            f"feature {twice[0]!r} looks up {names.count(twice[0])} tables; give it a name for each, or use convert_"
-        )
+        message = f"feature {twice[0]!r} looks up {names.count(twice[0])} tables; give it a name for each, or use convert_"
+        raise BadInput(message, feature=twice[0])
     bags = theirs.embedding_bags if pooled else theirs.embeddings
     weights: dict[str, Tensor] = {config.name: bags[config.name].weight for config in configs}  # type: ignore[index, union-attr]
     tables = [Table(c.name, c.num_embeddings, c.embedding_dim, tuple(c.feature_names)) for c in configs]
@@ -78,30 +71,36 @@ def from_torchrec(
 
 
 def to_torchrec(ours: EmbeddingCollection) -> nn.Module:
-    """A TorchRec collection with the rows of ours as fp32: `EmbeddingBagCollection`, or for mode "none" `EmbeddingCollection`.
+    """Make a TorchRec collection with the rows of a collection in fp32, without optimizer state.
 
-    Optimizer state stays behind: TorchRec's optimizers begin anew.
+    Args:
+        ours: the collection, without id maps.
+
+    Returns:
+        A TorchRec `EmbeddingBagCollection`; for mode "none" an `EmbeddingCollection`.
+
+    Raises:
+        BadInput: a feature has an id map.
+
+    Example::
+
+        torchrec_collection = to_torchrec(collection)
     """
     plain = {feature: IdMap.identity(table.rows) for table in ours.tables for feature in table.features}
     if mapped := [feature for feature, map in ours.id_maps.items() if map != plain[feature]]:
-        raise BadInput(f"ids of {', '.join(mapped)} become rows by id maps, which TorchRec does not have; map them before it")
+        message = f"{', '.join(mapped)} have id maps, which TorchRec does not have; map ids before it"
+        raise BadInput(message, parameter="ids", features=mapped)
     modules = import_module("torchrec.modules.embedding_modules")
     configs = import_module("torchrec.modules.embedding_configs")
-    device = ours.arena.device
     pooled = ours.mode != "none"
-    made = []
-    for table in ours.tables:
-        named = {
-            "name": table.name,
-            "num_embeddings": table.rows,
-            "embedding_dim": table.dim,
-            "feature_names": [*table.features],
-        }
-        if pooled:
-            named["pooling"] = configs.PoolingType[ours.mode.upper()]
-        made.append(configs.EmbeddingBagConfig(**named) if pooled else configs.EmbeddingConfig(**named))
+    config = configs.EmbeddingBagConfig if pooled else configs.EmbeddingConfig
+    pooling = {"pooling": configs.PoolingType[ours.mode.upper()]} if pooled else {}
+    made = [
+        config(name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[*t.features], **pooling)
+        for t in ours.tables
+    ]
     kind = modules.EmbeddingBagCollection if pooled else modules.EmbeddingCollection
-    theirs: nn.Module = kind(tables=made, device=device)
+    theirs: nn.Module = kind(tables=made, device=ours.arena.device)
     bags: Any = theirs.embedding_bags if pooled else theirs.embeddings
     with torch.no_grad():
         for table in ours.tables:
@@ -110,9 +109,21 @@ def to_torchrec(ours: EmbeddingCollection) -> nn.Module:
 
 
 class KeyedCollection(nn.Module):
-    """What a TorchRec collection is to a model, with rows of ours: a KeyedJaggedTensor in, what TorchRec would return out.
+    """A module with the input and output of a TorchRec collection, around an `EmbeddingCollection` with its rows.
 
-    As in TorchRec the input may have more features than the collection, and weights count only in a weighted one.
+    As in TorchRec, the input may have more features than the collection, and weights count only in a weighted one.
+
+    Args:
+        theirs: a TorchRec `EmbeddingBagCollection` or `EmbeddingCollection`.
+        rows: how rows are stored and trained.
+        torch_arguments: as of `from_torchrec`.
+
+    Raises:
+        BadInput: as of `from_torchrec`.
+
+    Example::
+
+        model.sparse = KeyedCollection(model.sparse, rows=thermocline.RowConfig("int8", cache=0.05))
     """
 
     def __init__(self, theirs: nn.Module, *, rows: RowConfig = RowConfig(), **torch_arguments: Unpack[TorchArguments]) -> None:
@@ -121,7 +132,7 @@ class KeyedCollection(nn.Module):
         self.weighted = bool(getattr(theirs, "is_weighted", lambda: False)())
 
     def forward(self, features: Any) -> Any:
-        """A KeyedTensor; for mode "none" a dict of JaggedTensors."""
+        """Look up a KeyedJaggedTensor; returns a KeyedTensor, or a dict of JaggedTensors for mode "none"."""
         out = self.collection(self._taken(features))
         sparse = import_module("torchrec.sparse.jagged_tensor")
         if isinstance(out, Unpooled):
@@ -131,12 +142,12 @@ class KeyedCollection(nn.Module):
     def _taken(self, keyed: Any) -> Any:
         """The features that the collection has, with weights only where they count."""
         if keyed.variable_stride_per_key():
-            raise BadInput("features of this KeyedJaggedTensor have different batch sizes; give all features the same")
+            raise BadInput("features of the KeyedJaggedTensor have different batch sizes; use one", parameter="features")
         keys, wanted = list(keyed.keys()), self.collection.features
         if keys == list(wanted) and (self.weighted or keyed.weights_or_none() is None):
             return keyed
         if missing := [name for name in wanted if name not in keys]:
-            raise BadInput(f"the input lacks {', '.join(missing)}; it has {', '.join(keys)}")
+            raise BadInput(f"the input lacks {', '.join(missing)}; it has {', '.join(keys)}", missing=missing)
         parts = keyed.to_dict()
         return {
             name: (part.values(), part.offsets(), part.weights()) if self.weighted else (part.values(), part.offsets())
@@ -149,6 +160,5 @@ def _configs(theirs: nn.Module) -> tuple[list[Any], bool]:
     for ask, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
         if hasattr(theirs, ask):
             return list(getattr(theirs, ask)()), pooled
-    raise BadInput(
-        f"{type(theirs).__name__} is not a collection of TorchRec; give an EmbeddingBagCollection or EmbeddingCollection"
-    )
+    message = f"{type(theirs).__name__} is not a collection of TorchRec; use an EmbeddingBagCollection or EmbeddingCollection"
+    raise BadInput(message, parameter="theirs", value=type(theirs).__name__)

@@ -1,8 +1,7 @@
-"""Many tables in one allocation: the arena.
+"""The arena: the rows of any number of tables in two arrays, `codes` (bytes) and `meta` (32-bit words).
 
-An arena holds the rows of any number of tables, of any dimensions and precisions, in two arrays: `codes` (bytes) and `meta`
-(32-bit words). Tables of one dimension and precision are adjacent: the number of a row in such a run gives its address, and one
-kernel launch serves all of them. Each feature looks up one table; several features may share a table.
+Tables of one dimension and precision are adjacent, so the number of a row in such a run gives its address, and one kernel
+launch serves all of them. Each feature looks up one table; several features may share a table.
 
     tables in any order          codes                                    meta
     user  1000 x 64 int8         | user | shop | pad to 128 | item |      | user | shop | item |
@@ -15,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,20 +28,9 @@ from thermocline.kernels.cache.reference import COUNT_UNIT
 from thermocline.kernels.checks import check_lookup
 from thermocline.kernels.layout import Cache, Layout, Pool, write_spec
 
+from . import cache as slot_cache
 from . import fused_quantized as fused
-from .cache import (
-    RecentCounts,
-    admit,
-    evict_all,
-    get_cached,
-    make_cache,
-    make_pools,
-    policy_of,
-    recent_counts,
-    set_cached,
-    statistics,
-    warm_up,
-)
+from .cache import RecentCounts
 from .change_bitmap import Changes
 from .memory import MemoryUsage, pin, pinned_zeros, size_of, table_zeros
 from .staging import Stage
@@ -66,15 +55,10 @@ class Arena:
     """
 
     def __init__(
-        self,
-        tables: Sequence[TableSpec],
-        features: Sequence[int] | None = None,
-        device: torch.device | str = "cpu",
-        slots: Sequence[int] | None = None,
-        policy: str = "lfu",
-        residency: str = "device",
+        self, tables: Sequence[TableSpec], features: Sequence[int] | None = None, device: torch.device | str = "cpu",
+        slots: Sequence[int] | None = None, policy: str = "lfu", residency: str = "device",
         int8_slots: Sequence[int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.tables = tuple(tables)
         self.features = tuple(range(len(tables))) if features is None else tuple(features)
         fields, code_bytes, meta_words, self.elements = place(self.tables)
@@ -82,16 +66,13 @@ class Arena:
         self.meta = table_zeros(meta_words, torch.int32, device)
         self.codes = pinned_zeros(code_bytes, self.device) if on_host else table_zeros(code_bytes, torch.uint8, device)
         self.rows = sum(t.rows for t in self.tables)
-        layout: list[tuple[int, ...]] = []
-        column = 0
-        for table in self.features:
-            layout.append((*fields[table], column))
-            column += self.tables[table].dim
+        columns = accumulate((self.tables[table].dim for table in self.features), initial=0)
+        layout = [(*fields[table], column) for table, column in zip(self.features, columns, strict=False)]
         groups, none = [table.group for table in self.tables], [0] * len(self.tables)
-        self.pools = make_pools(fields, slots or none, int8_slots or none, groups)
-        self.cache = make_cache(self.pools, device, staging=on_host or torch.device(device).type != "cuda")
+        self.pools = slot_cache.make_pools(fields, slots or none, int8_slots or none, groups)
+        self.cache = slot_cache.make_cache(self.pools, device, staging=on_host or torch.device(device).type != "cuda")
         self._fields = fields
-        self.spec = write_spec(layout, self.pools, policy_of(policy), self._names())
+        self.spec = write_spec(layout, self.pools, slot_cache.policy_of(policy), self._names())
         fields_F8 = torch.tensor(layout, dtype=torch.int64, device=device).view(-1, F.LAYOUT_FIELDS)
         self.layout = Layout.of(fields_F8, self.spec)
         self._stage: Stage | None = None
@@ -100,7 +81,7 @@ class Arena:
         self._moved: dict[str, int] = {}  # counts of earlier stages
         self.changes: Changes | None = None  # rows that changed since an incremental save
         self.before_write_hook: Callable[[Tensor], None] | None = None  # gets rows before they change, during a snapshot
-        self.no_anchor = torch.zeros(1, device=device)
+        self.untrained_placeholder = torch.zeros(1, device=device)  # ties a lookup that does not train into the graph
 
     def _names(self) -> list[tuple[int, str]]:
         """First arena row and name of each table."""
@@ -144,27 +125,18 @@ class Arena:
         return MemoryUsage(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
 
     def stats(self) -> dict[str, int]:
-        """Lookups, hits, admissions, evictions, write-backs, promotions and bytes moved so far.
-
-        Admissions less evictions are the cached rows: rows that begin in the cache (small tables, `warm`) count as admitted; a
-        flush evicts. After a prefetch also rows and bytes that were staged and written back, and lookups without a place. After
-        `warm` also the hits that its heat predicts, with a warning where hits stay far below.
-        """
+        """Counts of the cache, of prefetches and of predicted hits (see `RowsModule.stats`)."""
         if not self.cache:
             return {}
-        found = {**statistics(Cache(*self.cache), self.pools), **self._moved_ahead()}
-        return found if self.predicted is None else found | self._hits_since_warm(found)
-
-    def _hits_since_warm(self, found: dict[str, int]) -> dict[str, int]:
-        assert self.predicted is not None
+        found = {**slot_cache.statistics(Cache(*self.cache), self.pools), **self._moved_ahead()}
+        if self.predicted is None:
+            return found
         share, lookups_then, hits_then = self.predicted
         lookups, hits = max(0, found["lookups"] - lookups_then), max(0, found["hits"] - hits_then)
         if lookups >= _SETTLED * sum(pool.slots for pool in self.pools) and hits < (share - _FAR) * lookups:
-            message = (
-                f"the cache held {hits / lookups:.0%} of the lookups, and the heat that it was warmed with predicts {share:.0%}"
-            )
-            warnings.warn(f"{message}: it is the heat of another log, or the log has changed", stacklevel=4)
-        return {"predicted_hits": hits_then + int(share * lookups)}
+            rates = f"the cache held {hits / lookups:.0%} of the lookups; the heat given to warm() predicts {share:.0%}"
+            warnings.warn(f"{rates}: it is the heat of another log, or the log has changed", stacklevel=3)
+        return found | {"predicted_hits": hits_then + int(share * lookups)}
 
     def _moved_ahead(self) -> dict[str, int]:
         now = {} if self._stage is None else self._stage.statistics()
@@ -229,7 +201,7 @@ class Arena:
         """Write every cached row back to its table, rounded to nearest, and empty the cache."""
         self.settle()
         if self.cache:
-            evict_all(self.codes, self.meta, Cache(*self.cache), self.pools)
+            slot_cache.evict_all(self.codes, self.meta, Cache(*self.cache), self.pools)
 
     def warm(self, heat: Sequence[Tensor]) -> None:
         """Fill the cache with the hottest rows, by counts of lookups for each row of each table. Flushes it first."""
@@ -245,21 +217,18 @@ class Arena:
         held = total = 0.0
         for index, pool in enumerate(self.pools):
             heat_R = torch.cat([heat[t].to(self.device) for t in self._tables_of(pool)])
-            held += warm_up(self.codes, self.meta, Cache(*self.cache), self.pools, index, heat_R, self.layout.tables.policy)
+            held += slot_cache.warm_up(*self._pool(index), heat_R, self.layout.tables.policy)
             total += float(heat_R.sum(dtype=torch.float64))
         if total:
-            begun = statistics(Cache(*self.cache), self.pools)
+            begun = slot_cache.statistics(Cache(*self.cache), self.pools)
             self.predicted = held / total, begun["lookups"], begun["hits"]
 
     def cache_small_tables(self, parts: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Fill the empty cache with small tables, smallest first, as far as they fit as a whole.
 
-        The heat of rows is unknown yet; rows of small tables are mostly hot. A row that begins in a slot is not rounded when
-        its first value is set, and hot rows that begin rounded train to another model (`docs/decisions/`). Their counts begin
-        at a few lookups; else rows that the first batches use once would evict them.
-
-        Args:
-            parts: for each table, first and end row of the parts that count as tables.
+        Rows of small tables are mostly hot, and hot rows that begin rounded train to another model (`docs/decisions/`). Their
+        counts begin at a few lookups; else rows that the first batches use once would evict them. `parts` has, for each table,
+        the first and end row of the parts that count as tables.
         """
         if self.device.type == "meta":
             return
@@ -273,9 +242,13 @@ class Arena:
                 taken.append(torch.arange(begin + first, begin + last, device=self.device))
                 room -= last - first
             if taken:
-                at_K, where = torch.cat(taken), (self.codes, self.meta, Cache(*self.cache), self.pools, index)
+                at_K = torch.cat(taken)
                 counts_K = torch.full_like(at_K, _SMALL_TABLE_COUNT, dtype=torch.int32)
-                admit(*where, at_K, counts_K, self.layout.tables.policy)
+                slot_cache.admit(*self._pool(index), at_K, counts_K, self.layout.tables.policy)
+
+    def _pool(self, index: int) -> tuple[Tensor, Tensor, Cache, Sequence[Pool], int]:
+        """A pool as the functions of `cache.py` take it."""
+        return self.codes, self.meta, Cache(*self.cache), self.pools, index
 
     def recent_counts(self) -> list[RecentCounts]:
         """Recent lookup counts of each table's rows. Tables that share slots share the count of misses by size."""
@@ -284,7 +257,7 @@ class Arena:
         none = torch.zeros(0, dtype=torch.int64)
         found = [RecentCounts(none, none, 0) for _ in self.tables]
         for index, pool in enumerate(self.pools):
-            whole = recent_counts(Cache(*self.cache), self.pools, index, self.layout.tables.policy)
+            whole = slot_cache.recent_counts(Cache(*self.cache), self.pools, index, self.layout.tables.policy)
             for table in self._tables_of(pool):
                 rows_K = whole.rows_K - (self._fields[table][F.ROW] - pool.row)
                 mine_K = (rows_K >= 0) & (rows_K < self.tables[table].rows)
@@ -294,13 +267,11 @@ class Arena:
 
     def touched(self, table: int, states: Sequence[Tensor]) -> Tensor:
         """Mask of a table's rows with optimizer state other than zero; all rows where the optimizer has no state."""
-        spec, field = self.tables[table], self._fields[table]
+        rows = self.tables[table].rows
         if not states:
-            return torch.ones(spec.rows, dtype=torch.bool)
-        if states[0].numel() == self.rows:
-            return states[0][field[F.ROW] : field[F.ROW] + spec.rows] != 0
-        own = states[0][field[F.ELEMENT] : field[F.ELEMENT] + spec.rows * spec.dim]
-        return (own.view(spec.rows, spec.dim) != 0).any(1)
+            return torch.ones(rows, dtype=torch.bool)
+        (first,) = self.state_views(table, states[:1], by_row=states[0].numel() == self.rows)
+        return (first.reshape(rows, -1) != 0).any(1)
 
     def _tables_of(self, pool: Pool) -> list[int]:
         """The tables of a pool, in the order of their rows."""
@@ -340,15 +311,15 @@ class Arena:
         at = rows_N if isinstance(rows_N, slice) else rows_N.to(codes_RB.device)
         values_ND = dequantize_rows(codes_RB[at].to(self.device), meta_RW[rows_N], format, dim)
         if self.cache and F.META_WORDS[format]:
-            get_cached(Cache(*self.cache), meta_RW[rows_N, 0], values_ND)
+            slot_cache.get_cached(Cache(*self.cache), meta_RW[rows_N, 0], values_ND)
         return values_ND.clone() if format == F.FP32 else values_ND  # never the arena's own memory
 
     def write(self, table: int, rows_N: Tensor, values_ND: Tensor, clock: Tensor | None = None) -> None:
         """Set rows of one table, rounded to nearest or, with a clock, stochastically. NaN and Inf raise."""
         codes_RB, meta_RW, row, format, dim = self.views(table)
         if values_ND.shape != (rows_N.numel(), dim):
-            message = f"values are {tuple(values_ND.shape)}; {rows_N.numel()} rows of {dim} columns were named"
-            raise FormatError(message, parameter="values", needed=(rows_N.numel(), dim))
+            needed = (rows_N.numel(), dim)
+            raise FormatError(f"values are {tuple(values_ND.shape)}; use {needed}", parameter="values", needed=needed)
         if self.device.type == "meta":  # shapes without values, for estimates
             return
         self.settle()
@@ -356,7 +327,7 @@ class Arena:
         codes_NB, meta_NW = quantize_rows(values_ND, format, clock, rows_N + row)  # refuses bad values before any is set
         if self.cache and F.META_WORDS[format]:
             words_N = meta_RW[rows_N, 0]
-            cached_N = set_cached(Cache(*self.cache), self.pools, words_N, values_ND, rows_N + row, clock)
+            cached_N = slot_cache.set_cached(Cache(*self.cache), self.pools, words_N, values_ND, rows_N + row, clock)
             rows_N, codes_NB, meta_NW = rows_N[~cached_N], codes_NB[~cached_N], meta_NW[~cached_N]
         meta_RW[rows_N] = meta_NW
         codes_RB[rows_N.to(codes_RB.device)] = codes_NB.to(codes_RB.device)
@@ -382,8 +353,6 @@ class Arena:
     def randomize_(self, bound: float, generator: torch.Generator | None = None, block: int = 1 << 18) -> None:
         """Fill every table with uniform values in [-bound, bound), a block of rows at a time."""
         for index, table in enumerate(self.tables):
-            for first in range(0, table.rows, block):
-                rows_N = torch.arange(first, min(first + block, table.rows), device=self.device)
-                shape = (rows_N.numel(), table.dim)
-                values_ND = torch.rand(shape, device=self.device, generator=generator) * (2 * bound) - bound
-                self.write(index, rows_N, values_ND)
+            for rows_N in torch.arange(table.rows, device=self.device).split(block):
+                uniform_ND = torch.rand(rows_N.numel(), table.dim, device=self.device, generator=generator)
+                self.write(index, rows_N, uniform_ND * (2 * bound) - bound)

@@ -27,6 +27,10 @@ SLOT_BYTES = 8 + 4 + 4 + 2 * COUNTERS  # of a slot beside its values: row, score
 INT8_SLOT_FORMATS = (F.INT4, F.INT2)  # of tables that may have int8 slots
 MOST_SLOTS = 1 << 29  # kernels count words of the sketch, four a slot, in 32 bits
 _BLOCK = 1 << 16  # rows written back at a time
+_STATISTICS = {
+    "lookups": F.LOOKUPS, "hits": F.HITS, "admissions": F.ADMISSIONS,
+    "evictions": F.EVICTIONS, "write_backs": F.WRITE_BACKS, "promotions": F.PROMOTIONS,
+}  # fmt: skip
 
 
 def policy_of(name: str) -> int:
@@ -60,8 +64,7 @@ def make_pools(
             message = f"{F.NAMES[format]} rows cannot be cached; use cache=0.0, or a precision of 8 bits or less"
             raise BadInput(message, parameter="cache", precision=F.NAMES[format])
         if wanted_near and format not in INT8_SLOT_FORMATS:
-            names = " and ".join(F.NAMES[f] for f in INT8_SLOT_FORMATS)
-            message = f"int8 slots are for {names} rows; {F.NAMES[format]} rows would gain nothing from them"
+            message = f"int8 slots are for int4 and int2 rows, not for {F.NAMES[format]}"
             raise BadInput(message, parameter="int8_slots", precision=F.NAMES[format])
         head, words = fields[min(tables, key=lambda t: fields[t][F.ROW])], F.int8_slot_words(dim)
         base, near_base, full = -(-end // dim), -(-near_end // words), min(wanted, rows)
@@ -160,20 +163,15 @@ def evict_all(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool]) 
         clean_S = occupied_S & ~dirty_S
         word = pool.meta + F.META_WORDS[pool.format] * ((rows_S[clean_S] & ~F.DIRTY) - pool.row)
         meta[word] = words_S[clean_S]
+        codes_RB, meta_RW = _table(codes, meta, pool)
         for slots_K in dirty_S.nonzero()[:, 0].split(_BLOCK):
-            _round(codes, meta, cache, pool, slots_K, rows_S[slots_K] & ~F.DIRTY)
+            at_K = (rows_S[slots_K] & ~F.DIRTY) - pool.row
+            codes_KB, meta_RW[at_K] = quantize_rows(read_pointed(cache, pointers(pool, slots_K), pool.dim), pool.format)
+            codes_RB[at_K.to(codes_RB.device)] = codes_KB.to(codes_RB.device)
         cache.ledger[index, F.EVICTIONS] += occupied_S.sum()
         cache.ledger[index, F.WRITE_BACKS] += dirty_S.sum()
     cache.rows.fill_(F.EMPTY)
     cache.scores.zero_()
-
-
-def _round(codes: Tensor, meta: Tensor, cache: Cache, pool: Pool, slots_K: Tensor, rows_K: Tensor) -> None:
-    """Write the rows of some slots back to their tables, rounded."""
-    codes_RB, meta_RW = _table(codes, meta, pool)
-    at_K = rows_K - pool.row
-    codes_KB, meta_RW[at_K] = quantize_rows(read_pointed(cache, pointers(pool, slots_K), pool.dim), pool.format)
-    codes_RB[at_K.to(codes_RB.device)] = codes_KB.to(codes_RB.device)
 
 
 def _table(codes: Tensor, meta: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
@@ -210,17 +208,7 @@ def recent_counts(cache: Cache, pools: Sequence[Pool], index: int, policy: int) 
 
 def statistics(cache: Cache, pools: Sequence[Pool]) -> dict[str, int]:
     """Totals of the cache's ledger. Waits for the GPU."""
-    ledger = cache.ledger.cpu()
-    _, lookups, hits, admissions, evictions, write_backs, promotions = ledger.sum(0).tolist()[: F.WINDOW]
-    moved = 0
-    for pool, line in zip(pools, ledger.tolist(), strict=True):
-        moved += (line[F.ADMISSIONS] + line[F.WRITE_BACKS]) * bytes_per_row(F.NAMES[pool.format], pool.dim)
-    return {
-        "lookups": lookups,
-        "hits": hits,
-        "admissions": admissions,
-        "evictions": evictions,
-        "write_backs": write_backs,
-        "promotions": promotions,
-        "bytes_moved": moved,
-    }
+    ledger_PF = cache.ledger.cpu()
+    moved_P = (ledger_PF[:, F.ADMISSIONS] + ledger_PF[:, F.WRITE_BACKS]).tolist()
+    moved = sum(count * bytes_per_row(F.NAMES[p.format], p.dim) for p, count in zip(pools, moved_P, strict=True))
+    return {**{name: int(ledger_PF[:, field].sum()) for name, field in _STATISTICS.items()}, "bytes_moved": moved}

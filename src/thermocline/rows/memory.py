@@ -1,4 +1,4 @@
-"""Where the arrays of tables come from, and what they cost."""
+"""Allocation of table arrays, and their sizes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from thermocline.kernels.cpu.huge_pages import huge_page_zeros
 
 
 def table_zeros(count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros for rows or optimizer state; on a CPU in large pages, which random lookups are a quarter faster in."""
+    """Zeros for rows or optimizer state; on a CPU in huge pages, which make random lookups a quarter faster."""
     if torch.device(device).type == "cpu":
         return huge_page_zeros(count, dtype)
     return torch.zeros(count, dtype=dtype, device=device)
 
 
 def pinned_zeros(count: int, card: torch.device) -> Tensor:
-    """Bytes in host memory that a card can reach."""
+    """Pinned bytes in host memory."""
     return kept_for(card, torch.zeros(count, dtype=torch.uint8, pin_memory=True))
 
 
 def pin(codes: Tensor, card: torch.device) -> Tensor:
-    """A copy of bytes in host memory that a card can reach."""
+    """A pinned copy of bytes in host memory."""
     return kept_for(card, codes.pin_memory())
 
 
 class _Kept:
-    """Pinned memory that is not given back before a card is done with it.
+    """Owner of pinned memory, which waits for a GPU before the memory is freed.
 
-    PyTorch gives pinned memory to the next who asks as soon as no tensor has it: it knows of its own copies, but not of kernels
-    that write there. As the owner of the memory this sees the last tensor go, whoever had it: a module, a view, a graph.
+    PyTorch reuses pinned memory as soon as no tensor holds it: it knows of its own copies, but not of kernels that write there.
     """
 
     def __init__(self, card: torch.device, codes: Tensor) -> None:
@@ -47,17 +46,17 @@ class _Kept:
 
 
 def kept_for(card: torch.device, codes: Tensor) -> Tensor:
-    """The same memory as a tensor that waits for the card when it goes."""
+    """The same memory as a tensor that waits for the GPU when its memory is freed."""
     return torch.from_numpy(np.asarray(_Kept(card, codes)))
 
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes that tables take, everything counted.
+    """Bytes of tables.
 
-    `parts`: codes, metadata, cache (the rows in slots), maps (what is kept beside a cached row, and the counters), optimizer
-    state, and after a prefetch staging (rows that came ahead of their batch). `fp32`: what the same rows would take in fp32,
-    without optimizer state. `host`: how much of all lies in host memory while lookups run on a card.
+    `parts` has codes, metadata, cache (rows in slots), maps (bookkeeping of the cache, id maps), optimizer state and, after a
+    prefetch, staging. `fp32` is the size of the same rows in fp32. `host` is the part in host memory while lookups run on a
+    GPU.
     """
 
     parts: dict[str, int]
@@ -85,7 +84,7 @@ class MemoryUsage:
 
 
 def times_smaller(ratio: float, digits: int = 2) -> str:
-    """A ratio to fp32 rows in words; of small tables, where maps and slots weigh more than rows, it may be below one."""
+    """A ratio to fp32 rows in words. It may be below one for small tables with a cache."""
     return f"{ratio:.{digits}f}x smaller" if ratio >= 1 else f"{1 / ratio:.{digits}f}x larger"
 
 
@@ -95,11 +94,10 @@ def size_of(*tensors: Tensor) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that is free on a device, as far as the system tells."""
+    """Free memory of a device, or None where it is unknown."""
     if device.type == "cuda":
-        return (
-            int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        )
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     lines = Path("/proc/meminfo")
     if device.type != "cpu" or not lines.exists():
         return None

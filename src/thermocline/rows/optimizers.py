@@ -1,4 +1,4 @@
-"""The optimizers that update rows, and the state they keep beside them.
+"""The optimizers of rows and their state.
 
     optimizer         state              a row costs
     SGD               none               0 bytes
@@ -6,7 +6,7 @@
     Adagrad           1 number a column  4 * dim bytes
     Adam              2 numbers a column 8 * dim bytes
 
-State is fp32 and apart from the rows. Only rows that were looked up are updated (as torch's SparseAdam does).
+State is fp32. Only rows that were looked up are updated, as in torch's SparseAdam.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .memory import table_zeros
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """What all optimizers share: a learning rate, and a name kernels know."""
+    """Base of the optimizers."""
 
     lr: float
 
@@ -38,52 +38,34 @@ class RowOptimizer:
             raise BadInput("RowOptimizer is not an optimizer itself; use SGD, RowwiseAdagrad, Adagrad or Adam")
         for name in ("lr", "eps", "weight_decay"):  # not every optimizer has all of them
             if hasattr(self, name):
-                what = "learning rate" if name == "lr" else name.replace("_", " ")
-                object.__setattr__(self, name, _number(what, getattr(self, name)))
+                object.__setattr__(self, name, *_numbers(name, getattr(self, name)))
         if hasattr(self, "betas"):
-            object.__setattr__(self, "betas", _two_numbers("betas", self.betas))
-
-    def _of(self, name: str) -> float:
-        return float(getattr(self, name, 0.0))
-
-    @property
-    def _betas(self) -> tuple[float, float]:
-        return getattr(self, "betas", (0.0, 0.0))
+            object.__setattr__(self, "betas", _numbers("betas", self.betas))
 
     def hyper(self, device: torch.device | str = "cpu") -> Tensor:
-        """The numbers kernels read, as they take them."""
-        values = [0.0] * F.HYPER_FIELDS
-        values[F.LR] = self.lr
-        values[F.EPS], values[F.WEIGHT_DECAY] = self._of("eps"), self._of("weight_decay")
-        values[F.BETA1], values[F.BETA2] = self._betas
-        values[F.BETA1_POWER] = values[F.BETA2_POWER] = 1.0
-        return torch.tensor(values, dtype=torch.float64, device=device)
+        """The hyperparameters as kernels take them."""
+        values = {F.LR: self.lr, F.BETA1_POWER: 1.0, F.BETA2_POWER: 1.0}
+        values[F.EPS], values[F.WEIGHT_DECAY] = getattr(self, "eps", 0.0), getattr(self, "weight_decay", 0.0)
+        values[F.BETA1], values[F.BETA2] = getattr(self, "betas", (0.0, 0.0))
+        return torch.tensor([values.get(n, 0.0) for n in range(F.HYPER_FIELDS)], dtype=torch.float64, device=device)
 
     def states(self, rows: int, elements: int, device: torch.device | str = "cpu") -> list[Tensor]:
-        """Fresh state for an arena of so many rows and elements."""
+        """Zero state for an arena of this size."""
         counts = [rows] * self.states_per_row + [elements] * self.states_per_column
         return [table_zeros(count, torch.float32, device) for count in counts]
 
 
-def _number(what: str, given: Any) -> float:
-    """As a plain float: other numbers cannot be written into a manifest."""
+def _numbers(name: str, given: Any) -> tuple[float, ...]:
+    """Two betas, or one number, as plain floats: a manifest cannot hold those of numpy."""
+    betas = name == "betas"
     try:
-        number = float(given)
+        numbers = tuple(float(number) for number in (given if betas else (given,)))
     except (TypeError, ValueError):
-        raise BadInput(f"{what} is {given!r}; use a number") from None
-    if not number >= 0:
-        raise BadInput(f"{what} is {given}; it must be 0 or more")
-    return number
-
-
-def _two_numbers(what: str, given: Any) -> tuple[float, float]:
-    try:
-        first, second = (float(number) for number in given)
-    except (TypeError, ValueError):
-        raise BadInput(f"{what} are {given!r}; use two numbers") from None
-    if not (0 <= first < 1 and 0 <= second < 1):
-        raise BadInput(f"{what} are {given}; both must be 0 or more, and less than 1")
-    return first, second
+        numbers = ()
+    if len(numbers) != (2 if betas else 1) or not all(number >= 0 and (number < 1 or not betas) for number in numbers):
+        way = "two numbers in [0, 1)" if betas else "a number >= 0"
+        raise BadInput(f"{name} is {given!r}; use {way}", parameter=name, value=given)
+    return numbers
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What one row costs in each precision, by name."""
+"""Precisions by name, and the bytes of a row."""
 
 from __future__ import annotations
 
@@ -9,14 +9,27 @@ PRECISIONS = F.NAMES
 
 
 def format_of(precision: str) -> int:
-    """The number kernels know a precision by."""
+    """The format code of a precision."""
     try:
         return F.NAMES.index(precision)
     except ValueError:
-        raise FormatError(f"precision {precision!r} is not known; use one of {', '.join(F.NAMES)}") from None
+        message = f"precision {precision!r} is not known; use one of {', '.join(F.NAMES)}"
+        raise FormatError(message, parameter="precision", value=precision) from None
 
 
 def bytes_per_row(precision: str, dim: int) -> int:
-    """Bytes of one row, codes and metadata, without optimizer state. There is no padding."""
+    """Bytes of one row, codes and metadata, without optimizer state.
+
+    Args:
+        precision: a format of `PRECISIONS`.
+        dim: columns of a row.
+
+    Raises:
+        FormatError: the precision is unknown.
+
+    Example::
+
+        thermocline.bytes_per_row("int8", 64)  # 68
+    """
     format = format_of(precision)
     return F.row_bytes(format, dim) + 4 * F.META_WORDS[format]

@@ -1,9 +1,8 @@
-"""Prefetching the rows of an arena in host memory: streams, events and the size of the staging area.
+"""Prefetching of rows in host memory: streams, events and the size of the staging area.
 
-`kernels/stage/reference.py` defines staging. Decisions run on the caller's stream, in order with lookups and updates; codes are
-copied on a second stream, and places are chosen on a third. The first prefetch, and the first of a much larger batch, wait for
-the GPU: they count the uncached rows of the batch and make room for three times as many, or for the share of all rows that the
-user asked for. Such a call only makes room; the next one copies rows.
+`kernels/stage/reference.py` defines staging. Decisions run on the caller's stream; codes are copied on a second stream, and
+places are chosen on a third. The first prefetch, and the first of a much larger batch, wait for the GPU and only make room: for
+three times the uncached rows of the batch, or for the requested share of all rows.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ LARGER = 1.25  # a batch with more lookups than this many times those of the fir
 
 
 def _room(layout: Layout, pool: Pool, meta: Tensor, rows_U: Tensor, share: float | None) -> tuple[int, int]:
-    """(places, rows that move at a time) for batches like one with these rows.
+    """(places, rows that move at a time) for batches like one with these rows, all of which the cache may evict.
 
-    There are places for all rows of the batch, since the cache may evict its own. A pool with few of the rows may have more in
-    other batches: it gets as many places as if all features had the same number of rows.
+    A pool gets at least the places that it would need if all features had the same number of rows.
     """
     at_K = rows_U[(rows_U >= pool.row) & (rows_U < pool.row + pool.rows)] - pool.row
     uncached = int((meta[pool.meta + F.META_WORDS[pool.format] * at_K] >= 0).sum())
@@ -55,7 +53,6 @@ def place_bytes(format: int, dim: int) -> int:
 
 
 def _slices(places: tuple[int, ...], most: tuple[int, ...]) -> int:
-    """Batches that one choice of places serves."""
     least = min((room // once for room, once in zip(places, most, strict=True) if room), default=0)
     return max(1, min(SLICES, least // _ROOM))
 
@@ -65,7 +62,7 @@ def _lookups(batches: Sequence[Batch]) -> int:
 
 
 class _SideStreams:
-    """The stream of copies, the stream of choices, and the events that order them with the training stream."""
+    """The streams of copies and choices, and the events that order them with the training stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream, self.choosing = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
@@ -191,8 +188,6 @@ class Stage:
         return {f"prefetch_{name}": count for name, count in totals.items()}
 
     def __del__(self) -> None:
-        if not hasattr(self, "staging"):  # the allocation failed
-            return
-        if self._side is not None:
+        if hasattr(self, "staging") and self._side is not None:  # without staging, its allocation failed
             self._side.stream.synchronize()  # copies in flight keep their memory
             self._side.choosing.synchronize()

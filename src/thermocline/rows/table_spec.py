@@ -1,4 +1,4 @@
-"""What a table is, and where the rows of several lie in the arrays of an arena (`arena.py` draws them)."""
+"""`TableSpec`, and where the rows of tables lie in the arrays of an arena (`arena.py` draws them)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,22 @@ _ALIGN = 128
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One table: how many rows of which dimension, in which precision. Tables of different groups share no slots."""
+    """A table of an arena.
+
+    Args:
+        rows: number of rows.
+        dim: columns of a row.
+        precision: a format of `thermocline.PRECISIONS`.
+        name: name of the table in errors.
+        group: tables of different groups share no cache slots.
+
+    Raises:
+        FormatError: a size or the precision is unknown.
+
+    Example::
+
+        arena = thermocline.Arena([thermocline.TableSpec(1000, 64, "int8", "user")])
+    """
 
     rows: int
     dim: int
@@ -34,7 +49,7 @@ class TableSpec:
 
 
 def check_sizes(name: str, rows: int, dim: int) -> tuple[int, int]:
-    """Refuse sizes that no table has. Returns them as plain ints: those of numpy cannot be written into a manifest."""
+    """Check the sizes of a table. Returns plain ints: a manifest cannot hold those of numpy."""
     for what, number in (("rows", rows), ("columns", dim)):
         if not isinstance(number, Integral) or isinstance(number, bool):
             raise FormatError(f"table {name!r} has {number!r} {what}; use an int", table=name, parameter=what, value=number)
