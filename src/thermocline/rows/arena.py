@@ -27,12 +27,13 @@ from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.cache.reference import COUNT_UNIT
 from thermocline.kernels.checks import check_lookup
 from thermocline.kernels.layout import Cache, Layout, Pool, write_spec
+from thermocline.kernels.slots import read_pointed
 
 from . import cache as slot_cache
 from . import fused_quantized as fused
 from .cache import RecentCounts
 from .change_bitmap import Changes
-from .memory import MemoryUsage, pin, pinned_zeros, size_of, table_zeros
+from .memory import MemoryUsage, kept_for, pin, size_of, table_zeros
 from .staging import Stage
 from .table_spec import TableSpec, place
 
@@ -64,7 +65,10 @@ class Arena:
         fields, code_bytes, meta_words, self.elements = place(self.tables)
         on_host = residency == "host" and torch.device(device).type == "cuda"
         self.meta = table_zeros(meta_words, torch.int32, device)
-        self.codes = pinned_zeros(code_bytes, self.device) if on_host else table_zeros(code_bytes, torch.uint8, device)
+        if on_host:
+            self.codes = kept_for(self.device, torch.zeros(code_bytes, dtype=torch.uint8, pin_memory=True))
+        else:
+            self.codes = table_zeros(code_bytes, torch.uint8, device)
         self.rows = sum(t.rows for t in self.tables)
         columns = accumulate((self.tables[table].dim for table in self.features), initial=0)
         layout = [(*fields[table], column) for table, column in zip(self.features, columns, strict=False)]
@@ -311,7 +315,8 @@ class Arena:
         at = rows_N if isinstance(rows_N, slice) else rows_N.to(codes_RB.device)
         values_ND = dequantize_rows(codes_RB[at].to(self.device), meta_RW[rows_N], format, dim)
         if self.cache and F.META_WORDS[format]:
-            slot_cache.get_cached(Cache(*self.cache), meta_RW[rows_N, 0], values_ND)
+            cached_N = (words_N := meta_RW[rows_N, 0]) < 0
+            values_ND[cached_N] = read_pointed(Cache(*self.cache), words_N[cached_N], dim)
         return values_ND.clone() if format == F.FP32 else values_ND  # never the arena's own memory
 
     def write(self, table: int, rows_N: Tensor, values_ND: Tensor, clock: Tensor | None = None) -> None:

@@ -100,12 +100,6 @@ def make_cache(pools: Sequence[Pool], device: torch.device | str, staging: bool 
     return list(cache)
 
 
-def get_cached(cache: Cache, words_N: Tensor, values_ND: Tensor) -> None:
-    """Fill in the values of cached rows; `words_N` are the first meta words of the rows."""
-    cached_N = words_N < 0
-    values_ND[cached_N] = read_pointed(cache, words_N[cached_N], values_ND.shape[1])
-
-
 def set_cached(
     cache: Cache, pools: Sequence[Pool], words_N: Tensor, values_ND: Tensor, rows_N: Tensor, clock: Tensor | None
 ) -> Tensor:

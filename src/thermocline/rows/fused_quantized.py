@@ -17,6 +17,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -36,9 +37,7 @@ def export_fused(codes_RB: Tensor, meta_RW: Tensor, format: int, dim: int) -> Te
     _check_dim(format, dim)
     rows, width, words = codes_RB.shape[0], F.row_bytes(format, dim), F.META_WORDS[format]
     if tuple(codes_RB.shape) != (rows, width) or tuple(meta_RW.shape) != (rows, words):
-        message = (
-            f"codes are {tuple(codes_RB.shape)} and meta {tuple(meta_RW.shape)}; {width} bytes and {words} words a row fit"
-        )
+        message = f"codes are {tuple(codes_RB.shape)}, meta {tuple(meta_RW.shape)}; {width} bytes and {words} words a row fit"
         raise BadInput(message, parameter="codes", needed=(width, words))
     packed = torch.empty((rows, width + 4 * words), dtype=torch.uint8, device=codes_RB.device)
     for block in _blocks(packed):
@@ -65,12 +64,10 @@ def check_fused(packed: Tensor, format: int, dim: int | None = None, negative: b
     if held < 1:
         message = f"fused rows are {packed.shape[1]} bytes; scale and bias take {tail} of them, which leaves no codes"
         raise FormatError(message, parameter="packed", value=packed.shape[1], needed=tail + 1)
-    if dim is not None:
-        _check_dim(format, dim)
-    if dim is not None and dim != held:
+    _check_dim(format, held if dim is None else dim)
+    if dim not in (None, held):
         message = f"fused rows are {packed.shape[1]} bytes, {held} columns of {F.BITS[format]} bits; dimension {dim} was named"
         raise FormatError(message, parameter="dim", value=dim, available=held)
-    _check_dim(format, held)
     for block in _blocks(packed):
         _check_meta(_floats(packed[block, -tail:], format), negative, block.start)
     return held
@@ -102,11 +99,7 @@ def _repack(bytes_RB: Tensor, format: int, axis: int) -> Tensor:
     rows, width = bytes_RB.shape
     codes = torch.stack([(bytes_RB >> (bits * p)) & F.levels(format) for p in range(planes)], dim=axis)
     shape, other = ((rows, planes, width), 1) if axis == 2 else ((rows, width, planes), 2)
-    by_plane = codes.reshape(shape).unbind(other)
-    packed_RB = by_plane[0].clone()
-    for p in range(1, planes):
-        packed_RB |= by_plane[p] << (bits * p)
-    return packed_RB
+    return reduce(torch.bitwise_or, (plane << (bits * p) for p, plane in enumerate(codes.reshape(shape).unbind(other))))
 
 
 def _swap(meta_RW: Tensor, format: int) -> Tensor:

@@ -20,11 +20,6 @@ def table_zeros(count: int, dtype: torch.dtype, device: torch.device | str) -> T
     return torch.zeros(count, dtype=dtype, device=device)
 
 
-def pinned_zeros(count: int, card: torch.device) -> Tensor:
-    """Pinned bytes in host memory."""
-    return kept_for(card, torch.zeros(count, dtype=torch.uint8, pin_memory=True))
-
-
 def pin(codes: Tensor, card: torch.device) -> Tensor:
     """A pinned copy of bytes in host memory."""
     return kept_for(card, codes.pin_memory())

@@ -11,7 +11,7 @@ State is fp32. Only rows that were looked up are updated, as in torch's SparseAd
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -36,11 +36,9 @@ class RowOptimizer:
     def __post_init__(self) -> None:
         if self.code < 0:
             raise BadInput("RowOptimizer is not an optimizer itself; use SGD, RowwiseAdagrad, Adagrad or Adam")
-        for name in ("lr", "eps", "weight_decay"):  # not every optimizer has all of them
-            if hasattr(self, name):
-                object.__setattr__(self, name, *_numbers(name, getattr(self, name)))
-        if hasattr(self, "betas"):
-            object.__setattr__(self, "betas", _numbers("betas", self.betas))
+        for name in (field.name for field in fields(self)):
+            numbers = _numbers(name, getattr(self, name))
+            object.__setattr__(self, name, numbers if name == "betas" else numbers[0])
 
     def hyper(self, device: torch.device | str = "cpu") -> Tensor:
         """The hyperparameters as kernels take them."""

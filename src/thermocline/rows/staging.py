@@ -52,11 +52,6 @@ def place_bytes(format: int, dim: int) -> int:
     return F.row_bytes(format, dim) + 4 * F.META_WORDS[format] + 13
 
 
-def _slices(places: tuple[int, ...], most: tuple[int, ...]) -> int:
-    least = min((room // once for room, once in zip(places, most, strict=True) if room), default=0)
-    return max(1, min(SLICES, least // _ROOM))
-
-
 def _lookups(batches: Sequence[Batch]) -> int:
     return sum(ids_N.numel() for ids_N, _ in batches)
 
@@ -84,7 +79,9 @@ class Stage:
         rows_U = torch.unique(torch.cat([arena_rows(layout, *batch) for batch in batches]))
         rooms = [_room(layout, pool, meta, rows_U, share) for pool in layout.tables.pools]
         places, most = tuple(room[0] for room in rooms), tuple(room[1] for room in rooms)
-        self.staging = make_staging(codes, meta, layout.tables.pools, places, most, _slices(places, most))
+        least = min((room // once for room, once in rooms if room), default=0)
+        slices = max(1, min(SLICES, least // _ROOM))
+        self.staging = make_staging(codes, meta, layout.tables.pools, places, most, slices)
         self._table, self._recorder = (meta, self.staging, layout, codes), gpu.recorder()
         self.area = StagingArea(self.staging, codes, meta)
         self._open()  # compiles the kernels, too
