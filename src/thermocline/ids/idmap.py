@@ -26,7 +26,7 @@ and low bits decide); a seed added to the id (features with nearby salts would c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -175,10 +175,8 @@ class IdMap:
     def to_json(self) -> dict[str, Any]:
         """The map for `json.dumps`; kept ids by their sha256, with their array in `arrays`."""
         json: dict[str, Any] = {"version": VERSION}
-        if isinstance(self.start, RowRange):
-            json["identity"] = {"rows": self.start.rows}
-        elif self.start is not None:
-            json["hashed"] = {"rows": self.start.rows, "salt": self.start.salt}
+        if self.start is not None:
+            json["identity" if isinstance(self.start, RowRange) else "hashed"] = asdict(self.start)
         if self.kept is not None and self.others is not None:
             json["pruned"] = {"kept": self.kept.to_json(), "fallback": self.others.rows, "salt": self.others.salt}
         return json | ({"offset": self.first} if self.first else {})
@@ -198,11 +196,8 @@ class IdMap:
             message = f"the id map has the fields {', '.join(sorted(json))}; use identity or hashed, pruned, offset"
             raise FormatError(message, parameter="fields", value=sorted(json))
         try:
-            start: RowRange | SaltedHash | None = None
-            if "identity" in json:
-                start = RowRange(**json["identity"])
-            elif "hashed" in json:
-                start = SaltedHash(**json["hashed"])
+            kinds = (("identity", RowRange), ("hashed", SaltedHash))
+            start: Any = next((make(**json[kind]) for kind, make in kinds if kind in json), None)
             if "pruned" not in json:
                 return cls(start, first=json.get("offset", 0))
             pruned = json["pruned"]

@@ -47,7 +47,8 @@ class KeptIds:
         ids_K = _sorted(ids)
         count = len(ids_K)
         low, high = (int(ids_K[0]), int(ids_K[-1])) if count else (0, -1)
-        if count < _MOST and _bitmap_bytes(low, high) < 8 * count:
+        blocks = -(-(high - low + 1) // bitmap.BLOCK_BITS)
+        if count < _MOST and blocks * _BLOCK_BYTES < 8 * count:
             return cls("bitmap", torch.from_numpy(bitmap.pack(ids_K - low, high - low + 1)), count, low, high)
         return cls("sorted", torch.from_numpy(ids_K), count, low, high)
 
@@ -117,7 +118,3 @@ def _sorted(ids: Tensor | NDArray[Any] | Iterable[int]) -> NDArray[np.int64]:
         duplicate = int(ids_K[int(twice_K.argmax())])
         raise BadInput(f"id {duplicate} is kept twice; use numpy.unique", parameter="kept", value=duplicate)
     return ids_K
-
-
-def _bitmap_bytes(low: int, high: int) -> int:
-    return -(-(high - low + 1) // bitmap.BLOCK_BITS) * _BLOCK_BYTES
