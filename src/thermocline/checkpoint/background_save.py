@@ -124,14 +124,11 @@ def _lower_priority() -> None:
 
 def _is_published(job: SaveJob) -> bool:
     """Whether rank 0 has published a save; raises if rank 0 has abandoned it."""
-
-    def visible() -> bool:
-        now = current_manifest(job.folder)
-        return now is not None and job.token in [save.token for save in now.saves]
-
-    if visible():
+    pending = job.subfolder.exists()  # read before the manifest: a compaction may remove a published subfolder
+    now = current_manifest(job.folder)
+    if now is not None and job.token in [save.token for save in now.saves]:
         return True
-    if not job.subfolder.exists() and not visible():  # published and replaced between the two looks is not abandoned
+    if not pending:
         raise ThermoclineError(f"rank 0 abandoned the save to '{job.folder}'; its error has the reason")
     return False
 

@@ -19,8 +19,8 @@ from thermocline.rows.precision import bytes_per_row
 from .format.folder import new_subfolder, publish
 from .format.manifest import VERSION, Manifest, SaveEntry, Section, TableEntry
 from .format.sections import SECTION_BYTES, PendingSection, row_dtype
-from .format.tensor_files import TensorGroup, TensorInfo, explain_write_errors
-from .format.write import STATE, utc_now, write_sections, write_tensors
+from .format.tensor_files import TensorGroup, TensorInfo, explain_write_errors, write_file
+from .format.write import STATE, utc_now, write_sections
 from .reader import Checkpoint, Shapes, section_shapes
 
 _ELEMENTS = 1 << 22
@@ -56,7 +56,7 @@ def compact(folder: str | Path) -> Manifest:
             pending = (section for table in old.tables for section in _merged(checkpoint, table))
             files, sections = write_sections(pending, subfolder, 0, old.saves[0].bytes, pool)
         state = [_state_tensor(checkpoint, info) for info in checkpoint.state.merged().values()]
-        files.append(write_tensors(state, subfolder / STATE))
+        files.append(write_file(subfolder / STATE, state))
         full = SaveEntry(
             number=last.number, token=last.token, kind="full", created=utc_now(), step=last.step, ranks=1, files=tuple(files),
             sections=tuple(sections), state=f"{subfolder.name}/{STATE}",
@@ -88,13 +88,11 @@ def _merged(checkpoint: Checkpoint, table: TableEntry) -> Iterator[PendingSectio
     state_bytes = sum(4 * (shape[0] if shape else 1) for shape in states)
     for precision in table.precisions:
         sections = checkpoint.sections(table.name, precision)
-        numbers: dict[int, Tensor] = {}
         shapes = section_shapes(precision, table.dim, states)
         size = max(64, SECTION_BYTES // (bytes_per_row(precision, table.dim) + state_bytes) // 64 * 64)
-        for first in range(0, table.rows, size):
-            end = min(first + size, table.rows)
-            known_R, _ = checkpoint.merge(sections, {}, first, end, numbers)
+        for first, known_R, _ in checkpoint.merged(sections, {}, 0, table.rows, size):
             if count := int(known_R.sum()):
+                end = first + len(known_R)
                 read = partial(_read, checkpoint, table, sections, shapes, first, end)
                 yield PendingSection(table, precision, first, end, count, count < end - first, states, read)
 
@@ -103,8 +101,9 @@ def _read(
     checkpoint: Checkpoint, table: TableEntry, sections: list[Section], shapes: Shapes, first: int, end: int
 ) -> list[Tensor]:
     """Tensors of a range, with row numbers if some rows are missing."""
-    known_R, found = checkpoint.merge(sections, shapes, first, end, {})
+    _, known_R, found = next(checkpoint.merged(sections, shapes, first, end, end - first))
+    tensors = [found[name] for name in shapes]
     if bool(known_R.all()):
-        return list(found.values())
+        return tensors
     rows_K = (first + known_R.nonzero()[:, 0]).to(row_dtype(table.rows))
-    return [rows_K, *(tensor[known_R] for tensor in found.values())]
+    return [rows_K, *(tensor[known_R] for tensor in tensors)]

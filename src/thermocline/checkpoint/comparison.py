@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import eq
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from thermocline.errors import BadInput
 
 from .reader import Checkpoint
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,21 +72,20 @@ def diff(first: str | Path, second: str | Path) -> Diff:
     if not shared:
         raise BadInput(f"'{first}' has the tables {', '.join(one)}, '{second}' {', '.join(other)}; none are in both", tables=())
     alike = [name for name in shared if (one[name].rows, one[name].dim) == (other[name].rows, other[name].dim)]
-    maps = both[0].id_maps, both[1].id_maps
-    dense = both[0].dense(), both[1].dense()
     return Diff(
         (both[0].manifest.step, both[1].manifest.step),
         tuple(_compare(*both, name) for name in alike),
         (tuple(n for n in one if n not in other), tuple(n for n in other if n not in one)),
         tuple(name for name in shared if name not in alike),
-        tuple(f for f in maps[0].keys() | maps[1].keys() if maps[0].get(f) != maps[1].get(f)),
-        tuple(
-            sorted(
-                n for n in dense[0].keys() | dense[1].keys()
-                if n not in dense[0] or n not in dense[1] or not torch.equal(dense[0][n], dense[1][n])
-            )
-        ),
-    )  # fmt: skip
+        _different(both[0].id_maps, both[1].id_maps, eq),
+        _different(both[0].dense(), both[1].dense(), torch.equal),
+    )
+
+
+def _different(one: dict[str, T], other: dict[str, T], equal: Callable[[T, T], bool]) -> tuple[str, ...]:
+    """Names that only one of two mappings has, or whose values differ."""
+    same = {name for name in one.keys() & other.keys() if equal(one[name], other[name])}
+    return tuple(sorted((one.keys() | other.keys()) - same))
 
 
 def _compare(one: Checkpoint, other: Checkpoint, table: str) -> TableDiff:

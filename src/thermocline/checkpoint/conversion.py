@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.nn.config import RowConfig
 from thermocline.nn.precision_tiers import Precision
 from thermocline.rows.fused_quantized import check_format, export_fused
-from thermocline.rows.precision import format_of
+from thermocline.rows.precision import bytes_per_row, format_of
 
 from .format.module_entries import build, find_modules
 from .format.tensor_files import TensorFile, TensorGroup, TensorInfo, write_file
@@ -30,8 +29,6 @@ from .interop import Style, import_tables, key_of
 from .reader import Checkpoint
 from .restore import restore_module
 from .save_job import save
-
-_SUFFIX = ".safetensors"
 
 
 def convert(
@@ -67,7 +64,7 @@ def convert(
         file = TensorFile(source)
         state = {name: file.read(name) for name in file.names()}
         save(import_tables(state, tables, bits, RowConfig() if precision is None else RowConfig(precision)), target)
-    elif target.suffix == _SUFFIX:
+    elif target.suffix == ".safetensors":
         _export(Checkpoint.open(source), target, style)
     else:
         save(_model(Checkpoint.open(source), precision), target)
@@ -108,13 +105,11 @@ def _export(checkpoint: Checkpoint, target: Path, style: Style) -> None:
     checkpoint.verify()
     groups: list[TensorGroup] = []
     for table in checkpoint.manifest.tables:
+        dtype, width = torch.float32, table.dim
         if style == "fused":
-            format = format_of(table.precision)
-            check_format(format)
-            width = F.row_bytes(format, table.dim) + 4 * F.META_WORDS[format]
-            entry = TensorInfo(key_of(table.name, style), torch.uint8, (table.rows, width))
-        else:
-            entry = TensorInfo(key_of(table.name, style), torch.float32, (table.rows, table.dim))
+            check_format(format_of(table.precision))
+            dtype, width = torch.uint8, bytes_per_row(table.precision, table.dim)
+        entry = TensorInfo(key_of(table.name, style), dtype, (table.rows, width))
         groups.append(TensorGroup([entry], partial(_rows, checkpoint, table.name, style)))
     write_file(target, groups)
 

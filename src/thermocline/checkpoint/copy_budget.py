@@ -30,17 +30,9 @@ MIN_BYTES, SHARE = 1 << 28, 0.1
 _PIECE = 1 << 22  # bytes copied to a file at a time
 _POLL_SECONDS = 1e-4
 
-
 # Memory of the last save's copies, at most half of its budget. Fresh memory takes ten times as long as the copying, because the
 # system clears page after page while training waits.
 _SPARE: list[NDArray[np.uint8]] = []
-
-
-def _take_spare(size: int) -> NDArray[np.uint8]:
-    for at, each in enumerate(_SPARE):
-        if each.nbytes == size:
-            return _SPARE.pop(at)
-    return np.empty(size, np.uint8)
 
 
 class SectionBuffers:
@@ -109,12 +101,9 @@ class CopyBudget:
         return self.used + size <= self.bytes
 
     def take(self, size: int) -> None:
-        """Count bytes as used, even beyond the budget."""
+        """Count bytes as used, even beyond the budget; a negative size frees them."""
         self.used += size
         self.peak = max(self.peak, self.used)
-
-    def give_back(self, size: int) -> None:
-        self.used -= size
 
     def begin_section(self, extra: int) -> None:
         """Count the buffers of a new section, and `extra` bytes, in place of those of the section before."""
@@ -131,7 +120,8 @@ class CopyBudget:
         self.take(size)
         if tensor.device.type != "cpu":
             return tensor.detach().cpu()
-        copied = _take_spare(size)
+        spare = next((at for at, each in enumerate(_SPARE) if each.nbytes == size), None)
+        copied = np.empty(size, np.uint8) if spare is None else _SPARE.pop(spare)
         self._copied.append(copied)
         return torch.from_numpy(copied).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())  # uses all threads
 

@@ -35,12 +35,8 @@ def find_weights(state: Mapping[str, Any], tables: Sequence[str] | None = None) 
     if not found:
         matrices = {key: v for key, v in state.items() if isinstance(v, Tensor) and v.dim() == 2 and _named(key)}
         if tables is None and len(matrices) > 1:
-            raise BadInput(
-                f"the state dict has {len(matrices)} matrices ({', '.join(list(matrices)[:4])}, ...), perhaps of other layers; "
-                "name the tables",
-                parameter="tables",
-                matrices=list(matrices),
-            )
+            some = f"{len(matrices)} matrices ({', '.join(list(matrices)[:4])}, ...), perhaps of other layers"
+            raise BadInput(f"the state dict has {some}; name the tables", parameter="tables", matrices=list(matrices))
         found = {_named(key): value for key, value in matrices.items()}
     if tables is not None:
         if missing := [name for name in tables if name not in found]:
@@ -110,8 +106,5 @@ def key_of(table: str, style: Style) -> str:
 
 def export_tables(collection: EmbeddingCollection, style: Style = "torchrec") -> dict[str, Tensor]:
     """A state dict with rows in fp32, or, for tables in an affine precision, in torch's fused form (style "fused")."""
-    found: dict[str, Tensor] = {}
-    for index, table in enumerate(collection.tables):
-        fused = style == "fused"
-        found[key_of(table.name, style)] = collection.arena.export_fused(index) if fused else collection.read_table(index)
-    return found
+    read = collection.arena.export_fused if style == "fused" else collection.read_table
+    return {key_of(table.name, style): read(index) for index, table in enumerate(collection.tables)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from thermocline import formats as F
@@ -11,7 +10,6 @@ from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.slots import slots_of
 from thermocline.nn.rows_module import RowsModule
-from thermocline.rows.arena import Arena
 
 from .format.cache_slots import own_slots, with_global_rows
 from .format.saved_cache import CLOCKS
@@ -47,8 +45,14 @@ class LiveRows:
     def read(self, table: int, at: At) -> list[Tensor]:
         """Rows of a table: optimizer states, meta words without cache pointers (if the format has meta words), codes."""
         *states, meta_KW, codes_KB = self.raw(table, at)
-        _, _, _, format, dim = self.arena.views(table)
-        return [*states, *([stored_words(self.arena, meta_KW, format, dim)] if F.META_WORDS[format] else []), codes_KB]
+        _, _, first, format, _ = self.arena.views(table)
+        if not F.META_WORDS[format]:
+            return [*states, codes_KB]
+        cached = (meta_KW[:, 0] < 0).nonzero()[:, 0]
+        if cached.numel():
+            pool, meta_KW = next(p for p in self.arena.pools if p.row <= first < p.row + p.rows), meta_KW.clone()
+            meta_KW[cached, 0] = Cache(*self.arena.cache).words[pool.slot + slots_of(pool, meta_KW[cached, 0])]
+        return [*states, meta_KW, codes_KB]
 
     def raw(self, table: int, at: At) -> list[Tensor]:
         """Rows of a table as the arena holds them: optimizer states, meta words, codes."""
@@ -62,12 +66,9 @@ class LiveRows:
 
     def other_arrays(self) -> dict[str, Tensor]:
         """Clock, hyperparameters and cache, with global row numbers; of a sharded module, the pools of this rank."""
-        return self._with_global_rows(self._arrays())
-
-    def _with_global_rows(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(self.module, ShardedCollection):
-            return with_global_rows(self.module, self.row_index, self.arena, arrays)
-        return arrays
+            return with_global_rows(self.module, self.row_index, self.arena, self._arrays())
+        return self._arrays()
 
     def _arrays(self) -> dict[str, Tensor]:
         """Clock, hyperparameters and cache, without a copy and with local row numbers."""
@@ -82,21 +83,3 @@ class LiveRows:
 
     def close(self) -> None:
         """End reading."""
-
-
-def stored_words(arena: Arena, meta_KW: Tensor, format: int, dim: int) -> Tensor:
-    """Meta words of rows of one format and dimension, with cache pointers replaced by the words they displaced."""
-    cached = (meta_KW[:, 0] < 0).nonzero()[:, 0]
-    if not cached.numel():
-        return meta_KW
-    words, pointer_C = Cache(*arena.cache).words, meta_KW[cached, 0]
-    meta_KW = meta_KW.clone()
-    for pool in arena.pools:
-        if (pool.dim, pool.format) == (dim, format):
-            slot_C = slots_of(pool, pointer_C)
-            int8_C = pointer_C & F.INT8_SLOT != 0
-            here_C = torch.where(
-                int8_C, (slot_C >= pool.fp32_slots) & (slot_C < pool.slots), (slot_C >= 0) & (slot_C < pool.fp32_slots)
-            )
-            meta_KW[cached[here_C], 0] = words[pool.slot + slot_C[here_C]]
-    return meta_KW

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
-from thermocline.distributed.process_groups import ProcessGroups, world_size
+from thermocline.distributed.process_groups import ProcessGroups
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.errors import ThermoclineError
 
@@ -46,9 +45,3 @@ class CheckpointRanks:
             if reason is not None:
                 raise ThermoclineError(f"rank {rank} stopped: {reason}")
         return [each for each, _ in results]
-
-
-def writes(model: nn.Module) -> bool:
-    """Whether this process takes part in saving. Replicas of an unsharded model are written by rank 0 alone."""
-    sharded = any(isinstance(module, ShardedCollection) for module in model.modules())
-    return sharded or world_size() == 1 or dist.get_rank() == 0

@@ -26,11 +26,10 @@ from thermocline.ids.idmap import IdMap
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.rows.precision import bytes_per_row, format_of
 
-from .format.folder import existing_folder
 from .format.manifest import FileEntry, Manifest, SaveEntry, Section, TableEntry
 from .format.saved_cache import CachedRows, SavedCache
 from .format.state_files import StateFiles
-from .format.tensor_files import TensorFile, TensorFiles, damaged, sha256_of
+from .format.tensor_files import TensorFile, damaged, sha256_of
 
 _THREADS = 4
 _BLOCK_ROWS, _BLOCK_BYTES, _BLOCK_VALUES = 1 << 16, 1 << 23, 1 << 22
@@ -101,7 +100,9 @@ class Checkpoint:
         Raises:
             FormatError: the folder is missing, is no checkpoint, or lacks a file.
         """
-        path = existing_folder(folder)
+        path = Path(folder)
+        if not path.is_dir():
+            raise FormatError(f"there is no folder '{path}'; give a folder that thermocline.save wrote", path=path)
         manifest = Manifest.read(path)
         while True:
             checkpoint = cls(path, manifest)
@@ -122,8 +123,7 @@ class Checkpoint:
 
     @cached_property
     def state(self) -> StateFiles:
-        saves = self.manifest.saves
-        return StateFiles([TensorFiles([self.file(name) for name in (save.state, *save.slots)]) for save in saves])
+        return StateFiles([[self.file(name) for name in (save.state, *save.slots)] for save in self.manifest.saves])
 
     @cached_property
     def cache(self) -> SavedCache:
@@ -178,35 +178,31 @@ class Checkpoint:
                 f"table {table!r} has rows in several precisions ({', '.join(entry.precisions)}); use `section_rows`",
                 table=table, precisions=entry.precisions,
             )  # fmt: skip
-        for first, found in self._merged(entry, section_shapes(entry.precision, entry.dim)):
-            yield RowBlock(first, found["codes"], _meta(found, found["codes"]), entry.precision)
+        for first, found in self._complete(entry, section_shapes(entry.precision, entry.dim)):
+            yield RowBlock(first, found["codes"], found["meta"], entry.precision)
 
     def states(self, table: str) -> Iterator[tuple[int, list[Tensor]]]:
         """Optimizer state of a table in order: first row, and each state array of the block."""
         entry = self.manifest.table(table)
-        names = [f"state{n}" for n in range(self.manifest.module(entry.module).states)]
-        shapes = section_shapes(entry.precision, entry.dim, self.state_shapes(entry))
-        for first, found in self._merged(entry, {name: shapes[name] for name in names}):
-            yield first, [found[name] for name in names]
+        shapes: Shapes = {f"state{n}": (torch.float32, shape) for n, shape in enumerate(self.state_shapes(entry))}
+        for first, found in self._complete(entry, shapes):
+            yield first, [found[name] for name in shapes]
 
     def values(self, table: str) -> Iterator[tuple[int, Tensor]]:
         """Rows of a table in order as fp32 values, cached rows included: first row, values of the block."""
         entry = self.manifest.table(table)
-        cached = self.cached(table)
-        order = cached.rows_K.argsort()
-        rows_K, values_KD = cached.rows_K[order], cached.values_KD[order]
+        rows_K, values_KD = self.cached(table)
         size = min(block_rows(entry, 0), _BLOCK_VALUES // entry.dim)
-        numbers: dict[str, dict[int, Tensor]] = {precision: {} for precision in entry.precisions}
-        for first in range(0, entry.rows, size):
-            last = min(first + size, entry.rows)
-            out_RD = torch.empty(last - first, entry.dim)
-            for precision in entry.precisions:
-                shapes = section_shapes(precision, entry.dim)
-                known_R, found = self.merge(self.sections(table, precision), shapes, first, last, numbers[precision])
-                codes_KB = found["codes"][known_R]
-                meta_KW = _meta({"meta": found["meta"][known_R]} if "meta" in found else {}, codes_KB)
+        blocks = (
+            self.merged(self.sections(table, precision), section_shapes(precision, entry.dim), 0, entry.rows, size)
+            for precision in entry.precisions
+        )
+        for parts in zip(*blocks, strict=True):
+            first, out_RD = parts[0][0], torch.empty(len(parts[0][1]), entry.dim)
+            for precision, (_, known_R, found) in zip(entry.precisions, parts, strict=True):
+                codes_KB, meta_KW = found["codes"][known_R], found["meta"][known_R]
                 out_RD[known_R] = dequantize_rows(codes_KB, meta_KW, format_of(precision), entry.dim)
-            begin, end = torch.searchsorted(rows_K, torch.tensor([first, last])).tolist()
+            begin, end = torch.searchsorted(rows_K, torch.tensor([first, first + len(out_RD)])).tolist()
             out_RD[rows_K[begin:end] - first] = values_KD[begin:end]
             yield first, out_RD
 
@@ -215,54 +211,51 @@ class Checkpoint:
         module = self.manifest.module(table.module)
         return [() if module.states_by_row else (table.dim,)] * module.states
 
-    def _merged(self, table: TableEntry, shapes: Shapes) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        sections, size = self.sections(table.name), block_rows(table, 0)
-        numbers: dict[int, Tensor] = {}
-        for first in range(0, table.rows, size):
-            last = min(first + size, table.rows)
-            known_R, found = self.merge(sections, shapes, first, last, numbers)
+    def _complete(self, table: TableEntry, shapes: Shapes) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Blocks of a table that has all its rows in sections of these shapes."""
+        for first, known_R, found in self.merged(self.sections(table.name), shapes, 0, table.rows, block_rows(table, 0)):
             if not bool(known_R.all()):
                 row = first + int((~known_R).nonzero()[0])
-                raise FormatError(
-                    f"'{self.folder}' has no row {row} of table {table.name!r}; use another checkpoint",
-                    table=table.name,
-                    row=row,
-                )
+                message = f"'{self.folder}' has no row {row} of table {table.name!r}; use another checkpoint"
+                raise FormatError(message, table=table.name, row=row)
             yield first, found
 
-    def merge(
-        self, sections: list[Section], shapes: Shapes, first: int, last: int, numbers: dict[int, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Rows `first` to `last` (exclusive) after sections in the order of their saves: which are known, and their tensors.
+    def merged(
+        self, sections: list[Section], shapes: Shapes, first: int, end: int, size: int
+    ) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
+        """Rows `first` to `end` (exclusive) after sections in the order of their saves, `size` rows at a time.
 
-        `numbers` keeps row numbers of scattered sections for the next call, which must be for later rows.
+        Each block is its first row, a mask of the rows that are known, and their tensors; formats without meta words have meta
+        words without columns.
         """
-        found = {name: torch.empty((last - first, *shape), dtype=dtype) for name, (dtype, shape) in shapes.items()}
-        known_R = torch.zeros(last - first, dtype=torch.bool)
-        for at, section in enumerate(sections):
-            if section.end <= first or section.first >= last:
-                continue
-            begin, end, place = self._overlap(section, first, last, numbers, at)
-            file = self.file(section.file)
-            for name, out in found.items():
-                out[place] = file.read(f"{section.key}/{name}", begin, end)
-            known_R[place] = True
-            if section.end <= last:
-                numbers.pop(at, None)
-        return known_R, found
+        numbers: dict[int, Tensor] = {}  # rows of scattered sections that later blocks need
+        for begin in range(first, end, size):
+            last = min(begin + size, end)
+            found = {name: torch.empty((last - begin, *shape), dtype=dtype) for name, (dtype, shape) in shapes.items()}
+            known_R = torch.zeros(last - begin, dtype=torch.bool)
+            for at, section in enumerate(sections):
+                if section.end <= begin or section.first >= last:
+                    continue
+                here, place = self._overlap(section, begin, last, numbers, at)
+                for name, out in found.items():
+                    out[place] = self.file(section.file).read(f"{section.key}/{name}", here.start, here.stop)
+                known_R[place] = True
+                if section.end <= last:
+                    numbers.pop(at, None)
+            yield begin, known_R, {"meta": _no_words(last - begin), **found}
 
     def _overlap(
         self, section: Section, first: int, last: int, numbers: dict[int, Tensor], key: int
-    ) -> tuple[int, int, slice | Tensor]:
-        """The part of a section inside a range of rows: begin and end in the section, and places in the range."""
+    ) -> tuple[slice, slice | Tensor]:
+        """The part of a section inside a range of rows: rows of the section, and their places in the range."""
         if not section.scattered:
             begin, end = max(first, section.first), min(last, section.end)
-            return begin - section.first, end - section.first, slice(begin - first, end - first)
+            return slice(begin - section.first, end - section.first), slice(begin - first, end - first)
         if key not in numbers:
             numbers[key] = self.file(section.file).read(f"{section.key}/rows")
         rows_K = numbers[key]
-        begin, end = torch.searchsorted(rows_K, torch.tensor([first, last], dtype=rows_K.dtype)).tolist()
-        return begin, end, rows_K[begin:end].long() - first
+        here = slice(*torch.searchsorted(rows_K, torch.tensor([first, last], dtype=rows_K.dtype)).tolist())
+        return here, rows_K[here].long() - first
 
     def sections(self, table: str, precision: str | None = None) -> list[Section]:
         """Sections of a table in the order of their saves, of all precisions or of one."""
@@ -285,26 +278,26 @@ class Checkpoint:
 
     def read_section(self, section: Section, begin: int, end: int, states: int) -> SectionRows:
         """Rows `begin` to `end` (exclusive) of a section, with this number of state arrays."""
-        file = self.file(section.file)
-        names = ["codes", *(["meta"] if F.META_WORDS[format_of(section.precision)] else [])]
-        found = {name: file.read(f"{section.key}/{name}", begin, end) for name in names}
-        own = [file.read(f"{section.key}/state{n}", begin, end) for n in range(states)]
-        rows_R = self.row_numbers(section, begin, end)
-        return SectionRows(rows_R, found["codes"], _meta(found, found["codes"]), own, section.precision)
+        file, key = self.file(section.file), section.key
+        has_words = F.META_WORDS[format_of(section.precision)] > 0
+        meta_RW = file.read(f"{key}/meta", begin, end) if has_words else _no_words(end - begin)
+        own = [file.read(f"{key}/state{n}", begin, end) for n in range(states)]
+        rows_R, codes_RB = self.row_numbers(section, begin, end), file.read(f"{key}/codes", begin, end)
+        return SectionRows(rows_R, codes_RB, meta_RW, own, section.precision)
 
     # -- the cache and incremental saves ------------------------------------------------------------------------------------
 
     def cached(self, table: str) -> CachedRows:
-        """Rows that were updated in the cache, and their fp32 values.
+        """Rows that were updated in the cache, in rising order, and their fp32 values.
 
         `blocks` holds older values of these rows. A reader without a cache rounds them to nearest (`quantize_rows` without a
         clock), as `flush` does. Rows that were cached but not updated have their values in `blocks`.
         """
         entry = self.manifest.table(table)
-        found = list(self.cache.updated_rows(entry))
-        if not found:
-            return CachedRows(torch.zeros(0, dtype=torch.int64), torch.zeros(0, entry.dim))
-        return CachedRows(torch.cat([rows_K for rows_K, _ in found]), torch.cat([values_KD for _, values_KD in found]))
+        none = CachedRows(torch.zeros(0, dtype=torch.int64), torch.zeros(0, entry.dim))
+        rows, values = zip(none, *self.cache.updated_rows(entry), strict=True)
+        rows_K, order_K = torch.cat(rows).sort()
+        return CachedRows(rows_K, torch.cat(values)[order_K])
 
     def deltas(self, after: int) -> list[Delta] | None:
         """Incremental saves after the save with this number, oldest first; None if a full save came since."""
@@ -327,8 +320,7 @@ class Delta:
     """Rows that one incremental save changed, as a table without a cache would hold them."""
 
     def __init__(self, checkpoint: Checkpoint, save: SaveEntry) -> None:
-        self._checkpoint, self.number, self.step = checkpoint, save.number, save.step
-        self._sections = save.sections
+        self._checkpoint, self._sections = checkpoint, save.sections
 
     def rows(self, table: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Changed rows of a table in bounded pieces: (rows_K, codes_KB, meta_KW).
@@ -337,18 +329,17 @@ class Delta:
         """
         checkpoint, entry = self._checkpoint, self._checkpoint.manifest.table(table)
         size, cached = block_rows(entry, 0), checkpoint.cached(table)
-        order = cached.rows_K.argsort()
-        sorted_K = cached.rows_K[order]
+        past_K = torch.cat([cached.rows_K, torch.tensor([-1])])  # rows larger than all cached rows are found at the last place
         for section in self._sections:
             for begin in range(0, section.count if section.table == table else 0, size):
                 part = checkpoint.read_section(section, begin, min(begin + size, section.count), 0)
-                place = torch.searchsorted(sorted_K, part.rows_R).clamp(max=max(0, len(order) - 1))
-                here = (sorted_K[place] == part.rows_R).nonzero()[:, 0] if len(order) else place[:0]
-                values_KD = cached.values_KD[order[place[here]]]
+                place_R = torch.searchsorted(cached.rows_K, part.rows_R)
+                here = (past_K[place_R] == part.rows_R).nonzero()[:, 0]
+                values_KD = cached.values_KD[place_R[here]]
                 part.codes_RB[here], part.meta_RW[here] = quantize_rows(values_KD, format_of(part.precision))
                 yield part.rows_R, part.codes_RB, part.meta_RW
 
 
-def _meta(found: dict[str, Tensor], codes_RB: Tensor) -> Tensor:
-    """Meta words; without columns for formats that have none."""
-    return found.get("meta", codes_RB.new_zeros((len(codes_RB), 0), dtype=torch.int32))
+def _no_words(rows: int) -> Tensor:
+    """Meta words of formats that have none."""
+    return torch.zeros((rows, 0), dtype=torch.int32)

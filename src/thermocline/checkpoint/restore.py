@@ -18,17 +18,13 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.kernels import dequantize_rows
-from thermocline.kernels.layout import Cache
-from thermocline.kernels.slots import pointers
 from thermocline.nn.rows_module import RowsModule
 from thermocline.rows.precision import format_of
 
-from .format.cache_slots import restore_slots
+from .format.cache_slots import restore_cache
 from .format.manifest import ModuleEntry, Section, TableEntry
 from .format.module_entries import NamedModule, layout_of
 from .reader import Checkpoint, SectionRows, block_rows
-
-_ELEMENTS = 1 << 22  # of a cache array, read at a time
 
 
 def restore_module(checkpoint: Checkpoint, entry: ModuleEntry, found: NamedModule) -> None:
@@ -58,7 +54,7 @@ def restore_module(checkpoint: Checkpoint, entry: ModuleEntry, found: NamedModul
             getattr(module.trainer, name).copy_(checkpoint.state.read(f"module/{entry.name}/{name}"))
         module.trained.group.read_back()
         if same_layout:
-            _restore_cache(checkpoint, entry, module)
+            restore_cache(module, checkpoint, entry.name)
         else:
             _write_cached_rows(checkpoint, saved, module)
 
@@ -113,31 +109,6 @@ def _write(module: RowsModule, table: int, at_K: Tensor, place_K: Tensor, states
         arena.write(table, place_K, values_KD.to(arena.device))
     for mine, saved in zip(states, part.states, strict=False):  # empty if the optimizer differs
         mine[place_K] = saved[at].to(mine.device)
-
-
-def _restore_cache(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule) -> None:
-    """Restore the cache exactly, and the pointers to it in cached rows."""
-    arena = module.arena
-    if isinstance(module, ShardedCollection):
-        restore_slots(module, checkpoint, entry.name)
-        return
-    if not arena.cache:
-        return
-    for name, array in module._arrays().items():
-        if not name.startswith("cache_"):
-            continue
-        if array.device.type == "cpu":
-            checkpoint.state.read_into(f"module/{entry.name}/{name}", array)
-            continue
-        for first in range(0, array.shape[0], _ELEMENTS):
-            last = min(first + _ELEMENTS, array.shape[0])
-            array[first:last] = checkpoint.state.read(f"module/{entry.name}/{name}", first, last).to(array.device)
-    cache = Cache(*arena.cache)
-    for pool in arena.pools:
-        rows_S = cache.rows[pool.slot : pool.slot + pool.slots]
-        slot_K = (rows_S != F.EMPTY).nonzero()[:, 0]
-        word = pool.meta + F.META_WORDS[pool.format] * ((rows_S[slot_K] & ~F.DIRTY) - pool.row)
-        arena.meta[word] = pointers(pool, slot_K)
 
 
 def _write_cached_rows(checkpoint: Checkpoint, tables: list[TableEntry], module: RowsModule) -> None:

@@ -21,14 +21,17 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from thermocline import __version__
 from thermocline import formats as F
+from thermocline.distributed.process_groups import world_size
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.errors import BadInput
 from thermocline.kernels.layout import Cache
 from thermocline.rows.change_bitmap import Changes
+from thermocline.rows.memory import size_of
 
 from .copy_budget import CopyBudget
 from .format import sections
@@ -38,9 +41,9 @@ from .format.folder import begin_save_folder, publish
 from .format.manifest import FileEntry, Manifest, SaveEntry
 from .format.module_entries import NamedModule, find_modules, module_entry
 from .format.state_files import patches
-from .format.write import SLOTS, STATE, collect_reports, report_files, row_bytes, single, write_sections, write_tensors
+from .format.write import SLOTS, STATE, collect_reports, write_report, write_sections, write_tensors
 from .live_rows import LiveRows
-from .ranks import CheckpointRanks, writes
+from .ranks import CheckpointRanks
 from .reader import Checkpoint
 from .snapshot import Snapshot
 
@@ -112,11 +115,10 @@ def begin_save(
     tensors |= {f"model/{name}": full_tensor(tensor) for name, tensor in dense.items()}
     fields = {"optimizers": numbers, "progress": json.loads(json.dumps(dict(progress or {})))}
     wait_for_saves()
-    if not writes(model):
+    ranks = CheckpointRanks.of(model)
+    if ranks.groups is None and world_size() > 1 and dist.get_rank() > 0:  # rank 0 writes replicas of an unsharded model
         return None
-    job = SaveJob(modules, CheckpointRanks.of(model), Path(folder), tensors, incremental)
-    job.prepare(fields, background)
-    return job
+    return SaveJob(modules, ranks, Path(folder), tensors, fields, incremental, background)
 
 
 def _check_saveable(found: NamedModule) -> None:
@@ -143,15 +145,20 @@ class _ModuleSave:
 
 
 class SaveJob:
-    """One save on one rank. `prepare` fixes what is saved; `write`, `publish` or `abandon` may follow later."""
+    """One save on one rank. The constructor fixes what is saved; `write`, `publish` or `abandon` may follow later.
+
+    It takes the marks of changed rows, and snapshots if rows may change before they are written (`background`).
+    """
 
     def __init__(
-        self, modules: list[NamedModule], ranks: CheckpointRanks, folder: Path, tensors: dict[str, Tensor], incremental: bool
-    ) -> None:
-        self.ranks, self.folder, self._tensors, self._incremental = ranks, folder, tensors, incremental
+        self, modules: list[NamedModule], ranks: CheckpointRanks, folder: Path, tensors: dict[str, Tensor],
+        fields: dict[str, Any], incremental: bool, background: bool,
+    ) -> None:  # fmt: skip
+        self.ranks, self.folder, self._tensors = ranks, folder, tensors
         self._modules = [_ModuleSave(found, found.module.arena) for found in modules]
-        self._total = row_bytes([found.module for found in modules])
         self._budget: CopyBudget | None = None
+        rows = [(found.module.arena, found.module.trainer) for found in modules]
+        self._total = sum(size_of(arena.codes, arena.meta, *trainer.states) for arena, trainer in rows)
 
         def begin() -> tuple[Any, str | None]:
             return (begin_save_folder(folder), secrets.token_hex(8)) if ranks.rank == 0 else None, self._base()
@@ -162,49 +169,39 @@ class SaveJob:
         continues = incremental and _continues(before, [base for _, base in results])
         self._old = Checkpoint(folder, before) if continues and before is not None else None
         self._number = 1 if before is None else before.saves[-1].number + 1
+        try:
+            ranks.on_all(self._take_changes)
+            if background:
+                self._take_snapshots()
+            else:
+                ranks.on_all(self._read_live)
+            for each in self._modules if incremental else ():  # later changes belong to the next save
+                if each.arena.changes is None or self._old is None:
+                    each.arena.changes = Changes(each.arena.rows, each.arena.device, self.token)
+                each.arena.changes.base = self.token
+            self._step = max(int(found.module.trainer.clock[F.STEP]) for found in modules)
+            self._manifest = _manifest(modules, fields)
+        except Exception:
+            self.abandon()
+            raise
 
     def _base(self) -> str | None:
         """Token of the save from which all modules of this rank count changes."""
         bases = {None if each.arena.changes is None else each.arena.changes.base for each in self._modules}
         return bases.pop() if len(bases) == 1 else None
 
-    def prepare(self, fields: dict[str, Any], background: bool) -> None:
-        """Take the marks of changed rows, and snapshots if rows may change before they are written."""
-        try:
-            self.ranks.on_all(self._take_changes)
-            if background:
-                self._take_snapshots()
-            else:
-                self.ranks.on_all(self._read_live)
-            if self._incremental:
-                for each in self._modules:  # later changes belong to the next save
-                    if each.arena.changes is None or self._old is None:
-                        each.arena.changes = Changes(each.arena.rows, each.arena.device, self.token)
-                    each.arena.changes.base = self.token
-            found = [each.found for each in self._modules]
-            self._step = max(int(each.module.trainer.clock[F.STEP]) for each in found)
-            self._manifest = _manifest(found, fields)
-        except Exception:
-            self.abandon()
-            raise
-
     def _take_changes(self) -> None:
-        if self._old is not None:
-            for each in self._modules:
-                each.bits = self._changed(each)
+        for each in self._modules if self._old is not None else ():
+            each.bits = self._changed(each)
 
     def _changed(self, each: _ModuleSave) -> Tensor:
         """Marks of the rows that changed, including rows that left their slot: eviction rounds them."""
         arena, found = each.arena, each.found
         assert self._old is not None and arena.changes is not None
         if arena.cache:
-            if isinstance(found.module, ShardedCollection):
-                then_S = saved_rows(found.module, self._old, found.name)
-            else:
-                then_S = self._old.state.read(f"module/{found.name}/cache_rows").to(arena.device)
-            now_S = Cache(*arena.cache).rows
-            left_S = (then_S != F.EMPTY) & ((now_S == F.EMPTY) | (now_S & ~F.DIRTY != then_S & ~F.DIRTY))
-            arena.changes.mark(then_S[left_S] & ~F.DIRTY)
+            then_S, now_S = saved_rows(found.module, self._old, found.name), Cache(*arena.cache).rows
+            left_S = (then_S != F.EMPTY) & ((now_S == F.EMPTY) | (now_S & ~F.DIRTY != then_S))
+            arena.changes.mark(then_S[left_S])
         bits: Tensor = arena.changes.take()
         return bits
 
@@ -240,7 +237,7 @@ class SaveJob:
             files, written = write_sections(pending, self.subfolder, self.ranks.rank, self._total, pool, background)
             files += state.result()
         self._close()
-        report_files(self.subfolder, self.ranks.rank, files, written)
+        write_report(self.subfolder, self.ranks.rank, files=files, sections=written)
 
     def _write_state(self, background: bool) -> list[FileEntry]:
         """Write everything except rows: rank 0 what all ranks share, each rank its cache slots."""
@@ -251,19 +248,15 @@ class SaveJob:
             shared |= tensors
             own |= slots
         files = {STATE: shared if self.ranks.rank == 0 else {}, SLOTS.format(self.ranks.rank): own}
-        return [
-            write_tensors([single(*each) for each in tensors.items()], self.subfolder / name, background)
-            for name, tensors in files.items()
-            if tensors
-        ]
+        return [write_tensors(tensors, self.subfolder / name, background) for name, tensors in files.items() if tensors]
 
     def publish(self) -> None:
         """Make the save visible, on rank 0, after all ranks have written."""
         if self.ranks.rank:
             return
+        fields = {"number": self._number, "token": self.token, "step": self._step}
         kind = "full" if self._old is None else "incremental"
-        fields = {"number": self._number, "token": self.token, "kind": kind, "step": self._step}
-        save = collect_reports(self.subfolder, self.ranks.size, **fields)
+        save = collect_reports(self.subfolder, self.ranks.size, kind=kind, **fields)
 
         def make(now: Manifest | None) -> Manifest:
             chain: tuple[SaveEntry, ...] = ()

@@ -128,14 +128,14 @@ class Snapshot(LiveRows):
         self._copies: dict[int, list[_Copies]] = {k: [] for _, k in self._tables}
         self._section: _Section | None = None
         with budget.lock:
-            self._copied_arrays = {name: budget.copy(array) for name, array in self._arrays().items()}
+            self._copied_arrays = {name: budget.copy(array) for name, array in super()._arrays().items()}
             self._saved_slots = self._copied_slots()
             budget.take(self._flag_R.nbytes + sum(each.nbytes for each in self._saved_slots))  # the latter for `_words`
         self.waited = 0  # steps that waited for the budget
         arena.before_write_hook = self.copy_before_write
 
-    def other_arrays(self) -> dict[str, Tensor]:
-        return self._with_global_rows(self._copied_arrays)
+    def _arrays(self) -> dict[str, Tensor]:
+        return self._copied_arrays
 
     def _copied_slots(self) -> tuple[Rows, Rows]:
         """Row and displaced meta word of each slot of this rank."""
@@ -165,7 +165,7 @@ class Snapshot(LiveRows):
         rows_K, words_K, found = rows_S[held_S] & ~F.DIRTY, words_S[held_S], {}
         for first, k in self._tables:
             here_K = np.flatnonzero((rows_K >= first) & (rows_K < first + self.arena.tables[k].rows))
-            here_K = here_K[rows_K[here_K].argsort()]
+            here_K = here_K[rows_K[here_K].argsort()]  # sorted rows are searched faster
             found[k] = rows_K[here_K] - first, words_K[here_K]
             yield_core()
         return found
@@ -251,8 +251,10 @@ class Snapshot(LiveRows):
         *states, meta, codes = (torch.from_numpy(array) for array in section.arrays)
         if not F.META_WORDS[format]:
             return [*states, codes]
-        if table in self._words:
-            _replace_pointers(section, *self._words[table], meta)
+        if table in self._words:  # cache pointers are not saved
+            rows_C, words_C = self._words[table]
+            here_C, place_C = section.places(rows_C)
+            section.arrays[-2][place_C, 0] = words_C[here_C]
         return [*states, meta, codes]
 
     def _read_piece(self, section: _Section, first: int, here: slice) -> None:
@@ -273,10 +275,10 @@ class Snapshot(LiveRows):
                 batches = self._copies[section.table]
                 copies.move_to(section)
                 if 2 * copies.left < copies.size:
-                    self._budget.give_back(copies.bytes)
+                    left = [copies.shrunk()] if copies.left else []
                     at = batches.index(copies)
-                    batches[at : at + 1] = [copies.shrunk()] if copies.left else []
-                    self._budget.take(batches[at].bytes if copies.left else 0)
+                    batches[at : at + 1] = left
+                    self._budget.take(sum(each.bytes for each in left) - copies.bytes)
 
     def close(self) -> None:
         """End reading: rows may change freely."""
@@ -285,9 +287,3 @@ class Snapshot(LiveRows):
             self._flag_R.fill(_DONE)
             self._copies.clear()
             self._budget.lock.notify_all()
-
-
-def _replace_pointers(section: _Section, rows_C: Rows, words_C: Rows, meta: Tensor) -> None:
-    """Put displaced meta words of cached rows into the first meta column of a section."""
-    here_C, place_C = section.places(rows_C)
-    meta.numpy()[place_C, 0] = words_C[here_C]

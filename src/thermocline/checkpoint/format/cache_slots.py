@@ -1,9 +1,9 @@
-"""Cache slots of a sharded collection in a checkpoint.
+"""Cache slots of a module in a checkpoint.
 
-On each rank, every part of a table has its own slots (`local_shard.py`). A checkpoint stores them as pools in the order of
-parts and then ranks, with rows numbered as in an unsharded arena. So any reader finds cached rows, values and scores: another
-number of ranks, one process, or a server. Each rank writes and reads only its own pools. Slots of replicated rows are
-equal on all ranks; one rank writes them.
+On each rank of a sharded collection, every part of a table has its own slots (`local_shard.py`). A checkpoint stores them as
+pools in the order of parts and then ranks, with rows numbered as in an unsharded arena. So any reader finds cached rows, values
+and scores: another number of ranks, one process, or a server. Each rank writes and reads only its own pools. Slots of
+replicated rows are equal on all ranks; one rank writes them.
 
 Ranks under the same plan restore their pools exactly, including sketches.
 """
@@ -24,7 +24,7 @@ from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.errors import FormatError
 from thermocline.kernels.layout import Cache, Pool
 from thermocline.kernels.slots import pointers
-from thermocline.nn.rows_module import blocks
+from thermocline.nn.rows_module import RowsModule, blocks
 from thermocline.rows.arena import Arena
 
 from .saved_cache import ARRAYS, CLOCKS, pool_key, pool_slices
@@ -120,8 +120,8 @@ def _rows_at(module: ShardedCollection, row_index: RowIndex, k: int, places_K: T
     return found_K.cpu()
 
 
-def restore_slots(module: ShardedCollection, checkpoint: Checkpoint, name: str) -> None:
-    """Restore the slots of this rank, and the pointers to them in cached rows."""
+def restore_cache(module: RowsModule, checkpoint: Checkpoint, name: str) -> None:
+    """Restore the slots of this rank exactly, and the pointers to them in cached rows."""
     arena = module.arena
     if not arena.cache:
         return
@@ -129,24 +129,38 @@ def restore_slots(module: ShardedCollection, checkpoint: Checkpoint, name: str) 
     for clock in CLOCKS:
         with contextlib.suppress(FormatError):  # missing where rank 0 had no slots; the next step sets it
             getattr(cache, clock).copy_(checkpoint.state.read(f"module/{name}/cache_{clock}"))
-    for number, _, index in _own_pools(module, module.row_index, arena):
+    for number, index in _restored_pools(module):
         own = arena.pools[index]
         for array, here in pool_slices(own, index).items():
-            getattr(cache, array)[here] = checkpoint.cache.array(name, number, array).to(arena.device)
+            checkpoint.cache.read_into(name, number, array, getattr(cache, array)[here])
         rows_S = cache.rows[own.slot : own.slot + own.slots]
-        held = (rows_S != F.EMPTY).nonzero()[:, 0]
-        place_K = module.row_index.locate((rows_S[held] & ~F.DIRTY).to(module.row_index.device)).index_N
-        rows_S[held] = (own.row + place_K) | (rows_S[held] & F.DIRTY)
-        arena.meta[own.meta + F.META_WORDS[own.format] * place_K] = pointers(own, held)
+        held, row_K = _arena_rows(module, own, rows_S)
+        rows_S[held] = row_K | (rows_S[held] & F.DIRTY)
+        arena.meta[own.meta + F.META_WORDS[own.format] * (row_K - own.row)] = pointers(own, held)
 
 
-def saved_rows(module: ShardedCollection, checkpoint: Checkpoint, name: str) -> Tensor:
+def saved_rows(module: RowsModule, checkpoint: Checkpoint, name: str) -> Tensor:
     """By slot of this rank, the arena row that the checkpoint holds there, or EMPTY."""
-    arena = module.arena
-    found = torch.full_like(Cache(*arena.cache).rows, F.EMPTY)
-    for number, _, index in _own_pools(module, module.row_index, arena):
-        own, rows_S = arena.pools[index], checkpoint.cache.array(name, number, "rows")
-        held = (rows_S != F.EMPTY).nonzero()[:, 0]
-        rows_S[held] = own.row + module.row_index.locate((rows_S[held] & ~F.DIRTY).to(module.row_index.device)).index_N.cpu()
-        found[own.slot : own.slot + own.slots] = rows_S.to(found.device)
+    found = torch.full_like(Cache(*module.arena.cache).rows, F.EMPTY)
+    for number, index in _restored_pools(module):
+        own = module.arena.pools[index]
+        rows_S = checkpoint.cache.array(name, number, "rows").to(found.device)
+        held, row_K = _arena_rows(module, own, rows_S)
+        found[own.slot + held] = row_K
     return found
+
+
+def _restored_pools(module: RowsModule) -> list[tuple[int, int]]:
+    """Pools of this rank: number in a checkpoint with an equal layout, number in the arena."""
+    if isinstance(module, ShardedCollection):
+        return [(number, index) for number, _, index in _own_pools(module, module.row_index, module.arena)]
+    return [(index, index) for index in range(len(module.arena.pools))]
+
+
+def _arena_rows(module: RowsModule, pool: Pool, rows_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots that hold a row, and the arena row of each; a sharded collection saves global row numbers."""
+    held = (rows_S != F.EMPTY).nonzero()[:, 0]
+    row_K = rows_S[held] & ~F.DIRTY
+    if isinstance(module, ShardedCollection):
+        row_K = pool.row + module.row_index.locate(row_K.to(module.row_index.device)).index_N.to(row_K.device)
+    return held, row_K

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thermocline.errors import BadInput
-from thermocline.nn.optimizer import FusedOptimizer
 from thermocline.nn.rows_module import RowsModule
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
@@ -66,19 +65,16 @@ def load_dense(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         )  # fmt: skip
     with torch.no_grad():
         for name, tensor in here.items():
-            _copy(tensor, saved[name])
+            value = saved[name]
+            if isinstance(tensor, DTensor):
+                value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
+            tensor.copy_(value)
 
 
 def _not_in_old_checkpoints(model: nn.Module) -> set[str]:
     """Buffers that older checkpoints lack (`not_in_old_checkpoints` of their modules)."""
     known = ((name, each) for name, part in model.named_modules() for each in getattr(part, "not_in_old_checkpoints", ()))
     return {_unwrapped(model, f"{name}.{each}" if name else each) for name, each in known}
-
-
-def _copy(tensor: Tensor, saved: Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        saved = distribute_tensor(saved.to(tensor.device), tensor.device_mesh, tensor.placements)
-    tensor.copy_(saved)
 
 
 def optimizers_by_name(optimizers: Optimizers) -> dict[str, torch.optim.Optimizer]:
@@ -126,7 +122,4 @@ def load_optimizers(
             {key: tuple(value) if key == "betas" else value for key, value in group.items()}
             for group in numbers[name]["param_groups"]
         ]
-        if isinstance(optimizer, FusedOptimizer):
-            optimizer.load_state_dict({"param_groups": groups})
-        else:
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        optimizer.load_state_dict({"state": state, "param_groups": groups})

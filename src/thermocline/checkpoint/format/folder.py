@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from thermocline.errors import BadInput, FormatError
+from thermocline.errors import BadInput
 
 from .manifest import NAME, Manifest
 from .tensor_files import explain_write_errors
@@ -45,7 +45,8 @@ def begin_save_folder(folder: Path) -> tuple[Path, Manifest | None]:
             raise BadInput(f"'{folder}' is a file; give a folder to save to", parameter="folder", path=folder)
         folder.mkdir(parents=True, exist_ok=True)
         before = current_manifest(folder)
-        others = sorted(entry.name for entry in folder.iterdir() if not is_checkpoint_entry(entry.name))
+        names = sorted(entry.name for entry in folder.iterdir())
+        others = [name for name in names if name not in (NAME, _PART) and not _SAVE.fullmatch(name)]
         if before is None and others:
             raise BadInput(
                 f"'{folder}' holds other files ({', '.join(others[:3])}); give an empty or a new folder",
@@ -63,36 +64,32 @@ def new_subfolder(folder: Path, number: int) -> Path:
     return subfolder
 
 
-def is_checkpoint_entry(name: str) -> bool:
-    """Whether a name in a folder belongs to a checkpoint."""
-    return name in (NAME, _PART) or _SAVE.fullmatch(name) is not None
-
-
 def publish(folder: Path, subfolder: Path, make: Callable[[Manifest | None], Manifest]) -> Manifest:
     """Replace the manifest atomically and durably. `make` gets the current manifest and returns the new one."""
     part = folder / _PART
-    with explain_write_errors(part), _locked(folder):
+    with explain_write_errors(part), _opened(folder) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # a save and a compaction may finish at the same time
         before = current_manifest(folder)
         manifest = make(before)
-        fsync_folder(subfolder)
+        with _opened(subfolder) as written:
+            os.fsync(written)  # makes the names in it durable
         with open(part, "w") as file:
             file.write(manifest.text())
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, folder / NAME)
-        fsync_folder(folder)
+        os.fsync(descriptor)
     for name in _subfolders(before) - _subfolders(manifest):
         shutil.rmtree(folder / name, ignore_errors=True)  # the next save tries again
     return manifest
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Exclusive right to publish in a folder: a save and a compaction may finish at the same time."""
+def _opened(folder: Path) -> Iterator[int]:
+    """The descriptor of a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -106,19 +103,3 @@ def leftovers(folder: Path, manifest: Manifest | None) -> list[str]:
     """Subfolders of saves that are not part of the checkpoint."""
     named = _subfolders(manifest)
     return sorted(e.name for e in folder.iterdir() if _SAVE.fullmatch(e.name) and e.name not in named)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def existing_folder(folder: Path | str) -> Path:
-    path = Path(folder)
-    if not path.is_dir():
-        raise FormatError(f"there is no folder '{path}'; give a folder that thermocline.save wrote", path=path)
-    return path

@@ -24,6 +24,7 @@ FORMAT: Literal["thermocline checkpoint"] = "thermocline checkpoint"
 VERSION = 2
 NAME = "manifest.json"
 _STRICT = ConfigDict(extra="forbid", frozen=True)
+_WAY_OUT = "copy the folder again, or use another checkpoint"
 
 
 class FileEntry(BaseModel):
@@ -165,9 +166,7 @@ class Manifest(BaseModel):
         except FileNotFoundError:
             raise FormatError(f"'{folder}' is not a checkpoint: it has no {NAME}", path=path) from None
         except ValueError as error:
-            raise FormatError(
-                f"'{path}' is not JSON ({error}); copy the folder again, or use another checkpoint", path=path
-            ) from None
+            raise FormatError(f"'{path}' is not JSON ({error}); {_WAY_OUT}", path=path) from None
         if not isinstance(given, dict) or given.get("format") != FORMAT:
             raise FormatError(f"'{path}' is not a checkpoint manifest", path=path)
         version = given.get("version")
@@ -175,25 +174,18 @@ class Manifest(BaseModel):
             raise FormatError(
                 f"'{folder}' has format version {version}; this package reads up to version {VERSION}. "
                 f"Install thermocline {given.get('package')}, which wrote the folder, or a newer release",
-                path=path,
-                version=version,
-                supported=VERSION,
-                package=given.get("package"),
-            )
+                path=path, version=version, supported=VERSION, package=given.get("package"),
+            )  # fmt: skip
         if (written := given.pop("sha256", None)) != (found := _sha256(given)):
-            raise FormatError(
-                f"'{path}' is damaged: its sha256 is {found[:12]}... and was {str(written)[:12]}...; copy the folder again, or "
-                "use another checkpoint",
-                path=path,
-            )
+            digests = f"its sha256 is {found[:12]}... and was {str(written)[:12]}..."
+            raise FormatError(f"'{path}' is damaged: {digests}; {_WAY_OUT}", path=path)
         try:
             return cls.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise FormatError(
-                f"'{path}', field {where}: {first['msg']}; use another checkpoint", path=path, field=where
-            ) from None
+            message = f"'{path}', field {where}: {first['msg']}; use another checkpoint"
+            raise FormatError(message, path=path, field=where) from None
 
 
 def _sha256(manifest: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -25,11 +26,7 @@ from .manifest import ModuleEntry, PoolEntry, TableEntry
 
 _OPTIMIZERS: dict[str, type[RowOptimizer]] = {F.OPTIMIZERS[kind.code]: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam)}
 _ROW_FIELDS = ("precision", "cache", "budget", "policy", "residency", "update", "seed", "staged")
-_KINDS: dict[str, type[RowsModule]] = {
-    "EmbeddingCollection": EmbeddingCollection,
-    "EmbeddingBag": EmbeddingBag,
-    "Embedding": Embedding,
-}
+_KINDS: dict[str, type[RowsModule]] = {kind.__name__: kind for kind in (EmbeddingCollection, EmbeddingBag, Embedding)}
 
 
 class NamedModule(NamedTuple):
@@ -48,24 +45,20 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
         raise BadInput(
             "the model has no thermocline module; save it with torch.save, or convert it first (convert_)", parameter="model"
         )
-    own = [[(t.name, tuple(t.features)) for t in _tables(name, module)] for name, module in modules]
-    tables, features = ([n for of in own for t in of for n in pick(t)] for pick in (lambda t: [t[0]], lambda t: t[1]))
+    tables = [table for name, module in modules for table in _tables(name, module)]
+    names, features = Counter(table.name for table in tables), Counter(feature for t in tables for feature in t.features)
     found = []
     for name, module in modules:
-
-        def unique(each: str, among: Sequence[str], name: str = name) -> str:
-            return each if among.count(each) == 1 else f"{name}.{each}"
-
         entries: list[TableEntry] = []
         maps: dict[str, IdMap] = {}
         for at, table in enumerate(_tables(name, module)):
-            named = tuple(unique(feature, features) for feature in table.features)
+            named = tuple(feature if features[feature] == 1 else f"{name}.{feature}" for feature in table.features)
             maps |= {n: table.map_of(f) or IdMap.identity(table.rows) for n, f in zip(named, table.features, strict=True)}
             precision, precisions, first = _stored(module, at)
             entries.append(
                 TableEntry(
-                    name=unique(table.name, tables), module=name, own_name=table.name, rows=table.rows, dim=table.dim,
-                    precision=precision, precisions=precisions, features=named, first=first,
+                    name=table.name if names[table.name] == 1 else f"{name}.{table.name}", module=name, own_name=table.name,
+                    rows=table.rows, dim=table.dim, precision=precision, precisions=precisions, features=named, first=first,
                 )
             )  # fmt: skip
         found.append(NamedModule(name, module, tuple(entries), maps))
@@ -90,32 +83,23 @@ def _stored(module: RowsModule, table: int) -> tuple[str, tuple[str, ...], int]:
 
 def module_entry(found: NamedModule) -> ModuleEntry:
     module, rows = found.module, found.module.rows
-    settings: dict[str, Any] = {
-        "precision": _plain(rows.precision), "cache": rows.cache, "budget": rows.budget, "policy": rows.policy,
-        "residency": rows.residency, "update": rows.update, "seed": rows.seed, "dtype": str(module.dtype)[6:],
-    }  # fmt: skip
-    if rows.staged is not None:
-        settings["staged"] = rows.staged
+    settings = {field: getattr(rows, field) for field in _ROW_FIELDS if field != "staged" or rows.staged is not None}
+    settings |= {"precision": _plain(rows.precision), "dtype": str(module.dtype)[6:]}
     if isinstance(module, (EmbeddingCollection, ShardedCollection)):
-        own = (
-            [t.precision for t in found.tables]
-            if isinstance(module, ShardedCollection)
-            else [t.precision for t in module.tables]
-        )
+        own: Sequence[Table | TableEntry] = found.tables if isinstance(module, ShardedCollection) else module.tables
         settings["mode"] = module.mode
         settings["tables"] = [
-            {"name": t.name, "rows": t.rows, "dim": t.dim, "features": list(t.features), "precision": _plain(precision)}
-            for t, precision in zip(module.tables, own, strict=True)
+            {"name": t.name, "rows": t.rows, "dim": t.dim, "features": list(t.features), "precision": _plain(saved.precision)}
+            for t, saved in zip(module.tables, own, strict=True)
         ]
         kind = "EmbeddingCollection"
     else:
         assert isinstance(module, (EmbeddingBag, Embedding))
         kind = type(module).__name__
-        settings |= {"num_embeddings": module.num_embeddings, "embedding_dim": module.embedding_dim}
-        settings |= {"padding_idx": module.padding_idx}
-        if isinstance(module, EmbeddingBag):
-            settings |= {"mode": module.mode, "include_last_offset": module.include_last_offset}
-    layout, pools = layout_of(module), module.arena.pools
+        fields = ["num_embeddings", "embedding_dim", "padding_idx"]
+        fields += ["mode", "include_last_offset"] if isinstance(module, EmbeddingBag) else []
+        settings |= {field: getattr(module, field) for field in fields}
+    pools = module.arena.pools
     if isinstance(module, ShardedCollection):
         pools = tuple(saved.pool for saved in saved_pools(module, module.row_index))
     clock, optimizer = module.trainer.clock.tolist(), rows.optimizer
@@ -123,8 +107,8 @@ def module_entry(found: NamedModule) -> ModuleEntry:
         name=found.name, kind=kind, settings=settings,  # type: ignore[arg-type]
         optimizer={"name": F.OPTIMIZERS[optimizer.code], **asdict(optimizer)},
         states=len(module.trainer.states), states_by_row=optimizer.states_per_row > 0,
-        trains=module.placeholder.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout, policy=rows.policy,
-        pools=tuple(PoolEntry(**dict(zip(PoolEntry.model_fields, pool, strict=True))) for pool in pools),
+        trains=module.placeholder.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout_of(module),
+        pools=tuple(PoolEntry(**dict(zip(PoolEntry.model_fields, pool, strict=True))) for pool in pools), policy=rows.policy,
     )  # fmt: skip
 
 
@@ -139,13 +123,11 @@ def layout_of(module: RowsModule) -> str:
     return bytes(module._text().tolist()).decode()
 
 
-def optimizer_of(entry: ModuleEntry) -> RowOptimizer:
-    numbers: dict[str, Any] = dict(entry.optimizer)
-    name = numbers.pop("name")
+def _optimizer(entry: ModuleEntry) -> RowOptimizer:
+    name = entry.optimizer["name"]
     if name not in _OPTIMIZERS:
         raise FormatError(f"the rows were trained by {name!r}; this package has {', '.join(_OPTIMIZERS)}", optimizer=name)
-    settings: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()}
-    return _OPTIMIZERS[name](**settings)
+    return _OPTIMIZERS[name](**{key: value for key, value in entry.optimizer.items() if key != "name"})
 
 
 def build(
@@ -163,7 +145,7 @@ def build(
     if precision is not None:
         fields |= {"precision": precision, "budget": None}
         fields["cache"] = None if isinstance(precision, Mapping) else fields["cache"]
-    settings |= {"rows": RowConfig(**fields, optimizer=optimizer_of(entry)), "device": device}
+    settings |= {"rows": RowConfig(**fields, optimizer=_optimizer(entry)), "device": device}
     settings["dtype"] = getattr(torch, settings["dtype"])
     if entry.kind == "EmbeddingCollection":
         settings["tables"] = [

@@ -22,7 +22,7 @@ from .state_files import StateFiles
 
 ARRAYS = Cache._fields[: Cache._fields.index("ledger") + 1]
 CLOCKS = ("clock", "steps")  # equal on all ranks
-_SLOTS = 1 << 14  # read at a time
+_SLOTS, _ELEMENTS = 1 << 14, 1 << 22  # read at a time
 
 
 class CachedRows(NamedTuple):
@@ -53,17 +53,23 @@ class SavedCache:
     """Reads cached rows of a checkpoint."""
 
     def __init__(self, manifest: Manifest, state: StateFiles) -> None:
-        self._manifest, self._state = manifest, state
+        self._state = state
+        self._saved = {m.name: [Pool(*entry.model_dump().values()) for entry in m.pools] for m in manifest.modules}
 
     def array(self, module: str, number: int, array: str, first: int = 0, last: int | None = None) -> Tensor:
         """One pool's part of an array, or a range of it."""
         own = f"module/{module}/{pool_key(array, number)}"
         if own in self._state:
             return self._state.read(own, first, last)
-        here = pool_slices(Pool(*self._manifest.module(module).pools[number].model_dump().values()), number)[array]
-        return self._state.read(
-            f"module/{module}/cache_{array}", here.start + first, here.stop if last is None else here.start + last
-        )
+        here = pool_slices(self._saved[module][number], number)[array]
+        last = here.stop if last is None else here.start + last
+        return self._state.read(f"module/{module}/cache_{array}", here.start + first, last)
+
+    def read_into(self, module: str, number: int, array: str, out: Tensor) -> None:
+        """Read one pool's part of an array in bounded pieces."""
+        for first in range(0, len(out), _ELEMENTS):
+            last = min(first + _ELEMENTS, len(out))
+            out[first:last].copy_(self.array(module, number, array, first, last))
 
     def updated_rows(self, table: TableEntry) -> Iterator[CachedRows]:
         """Rows that were updated in the cache, with their values, in bounded pieces."""
@@ -88,8 +94,7 @@ class SavedCache:
 
     def _pools(self, table: TableEntry) -> Iterator[tuple[int, Pool, Tensor, Tensor]]:
         """Pools of a table: number, pool, rows by slot, and which slots hold rows of the table."""
-        for number, entry in enumerate(self._manifest.module(table.module).pools):
-            pool = Pool(*entry.model_dump().values())
+        for number, pool in enumerate(self._saved[table.module]):
             if pool.row <= table.first < pool.row + pool.rows:
                 rows_S = self.array(table.module, number, "rows")
                 at_S = (rows_S & ~F.DIRTY) - table.first

@@ -7,6 +7,7 @@ rows that changed. A cached row is written with the meta word that its cache poi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -76,13 +77,11 @@ def pending_sections(found: NamedModule, source: LiveRows, bits: Tensor | None =
         for first, end in _ranges(source, index, table):
             if isinstance(found.module, ShardedCollection):
                 yield from _home_sections(found.module, source, index, table, (first, end), bits)
-            elif bits is None:
-                yield _unsharded(source, index, table, (first, end), None)
-            else:
-                row = source.arena.views(index)[2]
-                rows_K = first + marked(bits, row + first, row + end)
-                if rows_K.numel():
-                    yield _unsharded(source, index, table, (first, end), rows_K)
+                continue
+            row = source.arena.views(index)[2]
+            rows_K = None if bits is None else first + marked(bits, row + first, row + end)
+            if rows_K is None or rows_K.numel():
+                yield _unsharded(source, index, table, (first, end), rows_K)
 
 
 def _ranges(source: LiveRows, index: int, table: TableEntry) -> Iterator[tuple[int, int]]:
@@ -119,14 +118,12 @@ def _home_sections(
     module: ShardedCollection, source: LiveRows, index: int, table: TableEntry, range: tuple[int, int], bits: Tensor | None
 ) -> Iterator[PendingSection]:
     """Sections of a range that this rank writes, one for each kind: only copied rows are read by other ranks too."""
-    counts: dict[Kind, int] = {}
-    for _, part_K, _ in _homes(module, source, index, *range, bits):
+    counts, homes = Counter[Kind](), partial(_homes, module, source, index, *range, bits)
+    for _, part_K, _ in homes():
         for k, count in zip(*(each.tolist() for each in part_K.unique(return_counts=True)), strict=True):
-            kind = _kind(source, k)
-            counts[kind] = counts.get(kind, 0) + count
+            counts[_kind(source, k)] += count
     shapes = source.state_shapes(table.dim)
     for kind, count in sorted(counts.items()):
-        homes = partial(_homes, module, source, index, *range, bits)
         read = partial(_gathered, source, table, kind, homes)
         yield PendingSection(table, kind[0], *range, count, True, shapes, read, "/copied" if kind[1] else "")
 

@@ -11,50 +11,44 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .tensor_files import TensorFile, TensorFiles, TensorInfo
+from .tensor_files import TensorFile, TensorInfo
 
 AT, TO = "@at", "@to"
 _ELEMENTS = 1 << 21  # compared at a time
 
 
 class StateFiles:
-    """State tensors of a chain of saves, oldest first."""
+    """State tensors of a chain of saves, oldest first; names are unique among the files of a save."""
 
-    def __init__(self, saves: list[TensorFiles]) -> None:
-        self._saves = saves
+    def __init__(self, saves: list[list[TensorFile]]) -> None:
+        self._first, self._saves = saves[0][0], [{name: file for file in files for name in file.names()} for files in saves]
 
     def __contains__(self, name: str) -> bool:
         return any(name in each for each in self._saves)
 
+    def _newest(self, name: str) -> tuple[int, TensorFile]:
+        """The last save that has a tensor whole, and the file; a file that raises if there is none."""
+        found = [(number, files[name]) for number, files in enumerate(self._saves) if name in files]
+        return found[-1] if found else (0, self._first)
+
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """A tensor after all incremental saves, or indices `first` to `last` (exclusive) of its first dimension."""
-        _, dtype, shape = next((each for each in self._saves if name in each), self._saves[0]).info(name)  # raises if missing
-        if shape:
-            shape = ((shape[0] if last is None else last) - first, *shape[1:])
-        out = torch.empty(shape, dtype=dtype)
-        self.read_into(name, out, first)
-        return out
-
-    def read_into(self, name: str, out: Tensor, first: int = 0) -> None:
-        """Read into a contiguous CPU tensor, whose first dimension gives the count."""
-        full = max((n for n, each in enumerate(self._saves) if name in each), default=0)
-        self._saves[full].file(name).read_into(name, out, first)
+        full, file = self._newest(name)
+        out = file.read(name, first, last)
         for each in self._saves[full + 1 :]:
             if name + AT in each:
-                _apply_patch(each.file(name + AT), name, out, first)
+                _apply_patch(each[name + AT], name, out, first)
+        return out
 
     def with_prefix(self, prefix: str) -> dict[str, Tensor]:
         """Tensors of the last save whose names begin with a prefix, by the rest of their names."""
-        last = self._saves[-1]
-        return {name[len(prefix) :]: last.file(name).read(name) for name in last.names() if name.startswith(prefix)}
+        return {name[len(prefix) :]: file.read(name) for name, file in self._saves[-1].items() if name.startswith(prefix)}
 
     def merged(self) -> dict[str, TensorInfo]:
         """Tensors of one full save with the same content: dense tensors of the last save, modules and id maps of all saves."""
         *before, last = self._saves
-        names = [n for n in last.names() if not n.endswith((AT, TO))]
-        for each in before:
-            names += [n for n in each.names() if n.startswith(("module/", "ids/")) and not n.endswith((AT, TO))]
-        return {n: next(each.info(n) for each in reversed(self._saves) if n in each) for n in names}
+        names = [*last, *(name for each in before for name in each if name.startswith(("module/", "ids/")))]
+        return {name: self._newest(name)[1].info(name) for name in names if not name.endswith((AT, TO))}
 
 
 def patches(name: str, array: Tensor, width: int, before: Callable[[int, int], Tensor]) -> dict[str, Tensor]:

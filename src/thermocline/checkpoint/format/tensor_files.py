@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline.errors import FormatError, ThermoclineError
+
+from .manifest import FileEntry
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -49,6 +51,11 @@ class TensorInfo(NamedTuple):
     def bytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
+    @property
+    def padding(self) -> int:
+        """Bytes between this tensor and the next one."""
+        return -self.bytes % _ALIGN
+
 
 class TensorGroup(NamedTuple):
     """Tensors that are made together, in this order; `make` gives each as a tensor or as pieces along its first dimension."""
@@ -66,12 +73,11 @@ def yield_core() -> None:
     time.sleep(_PAUSE_SECONDS)
 
 
-def write_file(path: Path, groups: Sequence[TensorGroup], background: bool = False) -> tuple[int, str]:
-    """Write and fsync a file; return its bytes and its sha256. In the background, pause for training now and then."""
-    header, plan = _lay_out(groups)
+def write_file(path: Path, groups: Sequence[TensorGroup], background: bool = False) -> FileEntry:
+    """Write and fsync a file of a save. In the background, pause for training now and then."""
     digest, size = hashlib.sha256(), 0
     with explain_write_errors(path), open(path, "wb", buffering=0) as file:
-        for number, piece in enumerate(_pieces(header, plan)):
+        for number, piece in enumerate(_pieces(groups)):
             digest.update(piece)
             size += len(piece)
             left = piece
@@ -81,7 +87,7 @@ def write_file(path: Path, groups: Sequence[TensorGroup], background: bool = Fal
             if background and number % _PAUSE_EVERY == 0:
                 yield_core()
         os.fsync(file.fileno())
-    return size, digest.hexdigest()
+    return FileEntry(name=f"{path.parent.name}/{path.name}", bytes=size, sha256=digest.hexdigest())
 
 
 @contextlib.contextmanager
@@ -96,39 +102,29 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _lay_out(groups: Sequence[TensorGroup]) -> tuple[dict[str, Any], list[tuple[TensorGroup, list[int]]]]:
-    """The header, and for each group the padding bytes after each tensor."""
+def _header(groups: Sequence[TensorGroup]) -> bytes:
     header: dict[str, Any] = {}
-    plan: list[tuple[TensorGroup, list[int]]] = []
     at = 0
-    for group in groups:
-        paddings = []
-        for entry in group.tensors:
-            size, padding = entry.bytes, -entry.bytes % _ALIGN
-            assert entry.name not in header
-            header[entry.name] = _described(_NAMES[entry.dtype], entry.shape, at, size)
-            if padding:
-                header[f"{PADDING}{at + size}"] = _described("U8", (padding,), at + size, padding)
-            at += size + padding
-            paddings.append(padding)
-        plan.append((group, paddings))
-    return header, plan
-
-
-def _described(dtype: str, shape: Sequence[int], at: int, size: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
-
-
-def _pieces(header: Mapping[str, Any], plan: Sequence[tuple[TensorGroup, list[int]]]) -> Iterator[memoryview]:
+    for entry in (entry for group in groups for entry in group.tensors):
+        assert entry.name not in header
+        end = at + entry.bytes
+        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, end]}
+        at = end + entry.padding
+        if entry.padding:
+            header[f"{PADDING}{end}"] = {"dtype": "U8", "shape": [entry.padding], "data_offsets": [end, at]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for group, paddings in plan:
-        yield from _pieces_of(group, paddings)
+    return len(text).to_bytes(8, "little") + text
 
 
-def _pieces_of(group: TensorGroup, paddings: list[int]) -> Iterator[memoryview]:
-    for entry, made, padding in zip(group.tensors, group.make(), paddings, strict=True):
+def _pieces(groups: Sequence[TensorGroup]) -> Iterator[memoryview]:
+    yield memoryview(_header(groups))
+    for group in groups:
+        yield from _pieces_of(group)
+
+
+def _pieces_of(group: TensorGroup) -> Iterator[memoryview]:
+    for entry, made in zip(group.tensors, group.make(), strict=True):
         size = 0
         for tensor in [made] if isinstance(made, Tensor) else made:
             assert tuple(tensor.shape[1:]) == entry.shape[1:] and tensor.dtype == entry.dtype, (entry, tensor.shape)
@@ -137,8 +133,8 @@ def _pieces_of(group: TensorGroup, paddings: list[int]) -> Iterator[memoryview]:
             for first in range(0, len(view), CHUNK):
                 yield view[first : first + CHUNK]
         assert size == entry.bytes, (entry, size)
-        if padding:
-            yield memoryview(bytes(padding))
+        if entry.padding:
+            yield memoryview(bytes(entry.padding))
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
@@ -219,25 +215,6 @@ class TensorFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-class TensorFiles:
-    """Tensors of several files; names are unique among them."""
-
-    def __init__(self, files: list[TensorFile]) -> None:
-        self._first, self._files = files[0], {name: file for file in files for name in file.names()}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def names(self) -> list[str]:
-        return list(self._files)
-
-    def file(self, name: str) -> TensorFile:
-        return self._files.get(name, self._first)
-
-    def info(self, name: str) -> TensorInfo:
-        return self.file(name).info(name)
 
 
 def sha256_of(path: Path) -> str:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from torch import Tensor
 
 from thermocline.errors import ThermoclineError
-from thermocline.nn.rows_module import RowsModule
-from thermocline.rows.memory import size_of
 
 from .manifest import FileEntry, SaveEntry, Section
 from .sections import PendingSection
@@ -26,25 +25,19 @@ _REPORT = "rank-{:04d}.json"
 _ROWS = "rows-{:04d}-{}.safetensors"
 
 
-def write_report(subfolder: Path, rank: int, report: Mapping[str, Any]) -> None:
+def write_report(subfolder: Path, rank: int, **report: Any) -> None:
     """Write the report of a rank atomically: rank 0 may be polling for it."""
     path = subfolder / _REPORT.format(rank)
     with explain_write_errors(path):
-        path.with_suffix(".part").write_text(json.dumps(report))
+        path.with_suffix(".part").write_text(json.dumps(report, default=BaseModel.model_dump))
         os.replace(path.with_suffix(".part"), path)
-
-
-def report_files(subfolder: Path, rank: int, files: list[FileEntry], sections: list[Section]) -> None:
-    """Report the files that a rank has written."""
-    report = {"files": [f.model_dump() for f in files], "sections": [s.model_dump() for s in sections]}
-    write_report(subfolder, rank, report)
 
 
 def report_failure(subfolder: Path, rank: int, why: str) -> None:
     """Report that a rank failed, after deleting its files: the disk may be full, and the report needs space."""
     for path in [*subfolder.glob(_ROWS.format(rank, "*")), subfolder / SLOTS.format(rank)]:
         path.unlink(missing_ok=True)
-    write_report(subfolder, rank, {"failed": why})
+    write_report(subfolder, rank, failed=why)
 
 
 def read_reports(subfolder: Path, ranks: int) -> list[dict[str, Any]] | None:
@@ -76,20 +69,14 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def row_bytes(modules: Iterable[RowsModule]) -> int:
-    """Bytes of tables and optimizer state, without caches."""
-    return sum(size_of(module.arena.codes, module.arena.meta, *module.trainer.states) for module in modules)
-
-
 def write_sections(
     sections: Iterator[PendingSection], subfolder: Path, rank: int, total: int, pool: Executor, background: bool = False
 ) -> tuple[list[FileEntry], list[Section]]:
     """Write sections of about `total` bytes, several files at a time: hashing needs the CPU, writing the disk."""
 
     def write(number: int, group: list[PendingSection]) -> tuple[FileEntry, list[Section]]:
-        file = write_tensors(
-            [section.group() for section in group], subfolder / _ROWS.format(rank, f"{number:03d}"), background
-        )
+        path = subfolder / _ROWS.format(rank, f"{number:03d}")
+        file = write_file(path, [section.group() for section in group], background)
         return file, [section.written(file.name) for section in group]
 
     groups = _by_file(sections, min(max(_MIN_BYTES, total // _FILES), _MAX_BYTES))
@@ -116,11 +103,7 @@ def _by_file(sections: Iterator[PendingSection], max_bytes: int) -> Iterator[lis
         yield group
 
 
-def write_tensors(groups: list[TensorGroup], path: Path, background: bool = False) -> FileEntry:
-    size, sha256 = write_file(path, groups, background)
-    return FileEntry(name=f"{path.parent.name}/{path.name}", bytes=size, sha256=sha256)
-
-
-def single(name: str, tensor: Tensor) -> TensorGroup:
-    """A group of one tensor that exists already."""
-    return TensorGroup([TensorInfo(name, tensor.dtype, tuple(tensor.shape))], lambda: [tensor])
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, background: bool) -> FileEntry:
+    """Write tensors that exist already."""
+    groups = [TensorGroup([TensorInfo(name, each.dtype, tuple(each.shape))], [each].copy) for name, each in tensors.items()]
+    return write_file(path, groups, background)
