@@ -141,14 +141,14 @@ def test_an_expensive_map_leaves_ids_to_the_hash() -> None:
     assert hash_sizes({"t": Curve.zipf(5000, 0.0, 1e5)}, 2000.0, 4.0, id_bytes=400.0)["t"].kept == 0
 
 
-def test_the_choice_has_an_id_map_and_bytes() -> None:
+def test_the_choice_has_kept_and_shared_rows_and_bytes() -> None:
     curve = Curve.of_counts(np.array([90, 5, 5]))
     one = hash_sizes({"t": curve}, 2 * 64 + 8, 64.0)
-    assert one["t"].id_map == {"pruned": {"kept": 1, "fallback": 1}}
+    assert (one["t"].kept, one["t"].shared) == (1, 1)
     assert (one.bytes, one.saved) == (2 * 64 + 8, 3 * 64 - 2 * 64 - 8)
     assert one.fallback == pytest.approx(0.1) and one.harm == pytest.approx(0.05)
-    assert one.price == pytest.approx(5 / 72, rel=1e-3)
-    assert hash_sizes({"t": curve}, 64, 64.0)["t"].id_map == {"hashed": {"rows": 1}}
+    one = hash_sizes({"t": curve}, 64, 64.0)
+    assert (one["t"].kept, one["t"].shared) == (0, 1)
 
 
 def test_a_feature_that_was_never_seen_gets_one_row() -> None:

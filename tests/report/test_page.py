@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from thermocline.heat.page import heat_page
+from thermocline.heat.profile import HeatProfile
 from thermocline.plan.report.explain import explain
 from thermocline.plan.report.page import MOST_HEAT_CHARTS, MOST_RANKS, plan_page
 from thermocline.report.numbers import count, share, size
@@ -108,6 +109,13 @@ def test_a_heat_page_shows_every_table(heat_of, tables):
     assert {row[0] for row in cells(tree, "All tables")} == set(heat.tables)
     headings = [part[0].text for part in tree.iter("section")]
     assert headings == ["All tables", *sorted(heat.tables, key=lambda name: -heat[name].distinct)[:12]]
+
+
+def test_a_sketch_without_heavy_hitters_has_a_page(heat_of):
+    none = np.zeros(0, np.int64)
+    sketch = next(each for each in heat_of(9).tables.values() if not each.exact)
+    shown = heat_page(HeatProfile({sketch.name: dataclasses.replace(sketch, ids_H=none, counts_H=none)}))
+    assert sketch.name in [part[0].text for part in parsed(shown).iter("section")]
 
 
 def test_a_table_without_lookups_is_listed_and_not_drawn(heat_of):

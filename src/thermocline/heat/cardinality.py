@@ -21,24 +21,12 @@ ERROR = 1.96 * 1.04 / math.sqrt(REGISTERS)  # relative, 95%
 Registers = NDArray[np.uint8]
 
 
-def mix(ids_N: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """64 well-mixed bits of each id: the finalizer of splitmix64. `hash_counter._mix` is the same for Numba."""
-    x_N = ids_N.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    x_N = (x_N ^ (x_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x_N = (x_N ^ (x_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed_N: NDArray[np.uint64] = x_N ^ (x_N >> np.uint64(31))
-    return mixed_N
-
-
 def registers_of(ids_N: NDArray[np.int64]) -> Registers:
     """The registers of some ids; repeated ids change nothing."""
+    from .hash_counter import note_all  # deferred: brings Numba
+
     registers = np.zeros(REGISTERS, np.uint8)
-    for first in range(0, len(ids_N), 1 << 20):
-        x_N = mix(ids_N[first : first + (1 << 20)])
-        rest_N = x_N & np.uint64((1 << REST) - 1)
-        # frexp counts the bits of a number below 2^53 exactly
-        rank_N = (REST + 1 - np.frexp(rest_N.astype(np.float64))[1]).astype(np.uint8)
-        np.maximum.at(registers, (x_N >> np.uint64(REST)).astype(np.int64), rank_N)
+    note_all(ids_N, np.broadcast_to(1, ids_N.shape), registers)
     return registers
 
 

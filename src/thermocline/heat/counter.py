@@ -103,7 +103,7 @@ class IdCounter:
         if not self.sketched:
             self.late = np.zeros(len(self.cells), np.int64)
             self.registers = np.zeros(REGISTERS, np.uint8)
-            H.note_all(self.cells, self.registers)
+            H.note_all(self.cells[:, H.ID], self.cells[:, H.COUNT], self.registers)
         used = int(self.tally[H.USED])
         kept = min(used, int(FULL * cells)) // 2
         totals_H = np.empty(used, np.int64)

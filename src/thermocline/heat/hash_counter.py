@@ -43,6 +43,7 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "boundscheck": False, 
 
 @numba.njit(inline="always", **_OPTIONS)
 def _mix(id):
+    """64 well-mixed bits of an id: the finalizer of splitmix64."""
     x = np.uint64(id) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -60,7 +61,7 @@ def _shift(cells):
 
 @numba.njit(**_OPTIONS)
 def _note(registers, x):
-    """Adds one id to the cardinality sketch, as `registers_of`."""
+    """Adds one id to the cardinality sketch."""
     rest = x & np.uint64((1 << REST) - 1)
     rank = REST + 1
     while rest != 0:
@@ -191,11 +192,11 @@ def gather(cells, late, slack):
 
 
 @numba.njit(**_OPTIONS)
-def note_all(cells, registers):
-    """Adds all ids of a table to the cardinality sketch."""
-    for i in range(cells.shape[0]):
-        if cells[i, COUNT] != 0:
-            _note(registers, _mix(cells[i, ID]))
+def note_all(ids_N, counts_N, registers):
+    """Adds all ids that were counted to the cardinality sketch."""
+    for i in range(ids_N.shape[0]):
+        if counts_N[i] != 0:
+            _note(registers, _mix(ids_N[i]))
 
 
 @numba.njit(**_OPTIONS)

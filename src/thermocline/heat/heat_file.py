@@ -51,9 +51,9 @@ def _read(text: Any, arrays: Arrays, path: Path) -> HeatProfile:
     tables = {}
     for number, stated in enumerate(text["tables"]):
         kept: Any = {name: arrays[f"{number}.{name}"] for name in _ARRAYS}
-        batches, slices = (tuple(kind(*each) for each in stated.pop(name)) for kind, name in _TUPLES)
-        registers = arrays.get(f"{number}.registers")
-        tables[stated["name"]] = TableHeat(**stated, **kept, batches=batches, slices=slices, registers=registers)
+        kept["batches"] = tuple(BatchRepeats(*each) for each in stated.pop("batches"))
+        kept["slices"] = tuple(LogSlice(*each) for each in stated.pop("slices"))
+        tables[stated["name"]] = TableHeat(**stated, **kept, registers=arrays.get(f"{number}.registers"))
     return HeatProfile(tables, text["source"], text["created"])
 
 
@@ -63,9 +63,6 @@ def sha256(profile: HeatProfile) -> str:
     for piece in _pieces(arrays, {_KEY: text}):
         digest.update(piece)
     return digest.hexdigest()
-
-
-_TUPLES: tuple[tuple[type, str], ...] = ((BatchRepeats, "batches"), (LogSlice, "slices"))
 
 
 def _parts(profile: HeatProfile) -> tuple[Arrays, str]:

@@ -59,8 +59,7 @@ def profile_files(
         profile_files(["day_0.parquet", "day_1.parquet"], ["user", "item"], output="heat.tc")
     """
     files, columns = open_logs(paths, columns)
-    counts = [file.samples for file in files]
-    total = sum(counts)
+    total = sum(file.samples for file in files)
     if total == 0:
         raise BadInput(f"there are no samples in {', '.join(str(file.path) for file in files)}", parameter="paths")
     profiler = Profiler(columns, settings or ProfilerSettings(), total)
@@ -69,7 +68,7 @@ def profile_files(
     if partial is not None and partial.is_file():
         profiler.restore(partial, of)
     saved = time.monotonic()
-    for path, chunk in _ahead(_chunks(files, counts, columns, profiler.done)):
+    for path, chunk in _ahead(_chunks(files, columns, profiler.done)):
         if partial is not None and (stop() or time.monotonic() - saved > SAVE_EVERY):
             profiler.save(partial, of)
             saved = time.monotonic()
@@ -85,14 +84,12 @@ def profile_files(
     return result
 
 
-def _chunks(
-    files: Sequence[LogFile], counts: Sequence[int], columns: Sequence[str], first: int
-) -> Iterator[tuple[Path, dict[str, LogIds]]]:
+def _chunks(files: Sequence[LogFile], columns: Sequence[str], first: int) -> Iterator[tuple[Path, dict[str, LogIds]]]:
     """The chunks of all files from sample `first` of the log on."""
-    for file, count in zip(files, counts, strict=True):
-        if first < count:
+    for file in files:
+        if first < file.samples:
             yield from ((file.path, chunk) for chunk in file.chunks(columns, first))
-        first = max(0, first - count)
+        first = max(0, first - file.samples)
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:

@@ -6,7 +6,6 @@ Charts are drawn for the dozen tables with most ids; a sortable list has all tab
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from thermocline.report.markup import Html
 from thermocline.report.numbers import Number, brief, count, share
 from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
 
-from .curve import Curve, Floats
 from .profile import HeatProfile, LogSlice, TableHeat
 
 DRAWN = 12  # tables with pictures
@@ -28,14 +26,13 @@ HOTTEST = (0.001, 0.01, 0.1)  # parts of the rows whose share of lookups is list
 def heat_page(profile: HeatProfile) -> str:
     """The HTML page of a heat profile, with style and charts inside."""
     heats = sorted(profile.tables.values(), key=lambda one: (-one.distinct, one.name))
-    tables = [_TableCurve(one, one.curve()) for one in heats]
-    drawn = [one for one in tables if one.heat.lookups][:DRAWN]
+    drawn = [one for one in heats if one.lookups][:DRAWN]
     lookups = sum(one.lookups for one in heats)
-    hot = sum(one.hottest(0.01) * one.heat.lookups for one in tables if one.heat.lookups) / max(lookups, 1)
+    hot = sum(one.hottest(0.01) * one.lookups for one in heats) / max(lookups, 1)
     return page(
         f"Heat of {_source(profile.source)}",
         paragraph(
-            f"{count(len(tables))} {'table' if len(tables) == 1 else 'tables'} with {count(lookups)} lookups. "
+            f"{count(len(heats))} {'table' if len(heats) == 1 else 'tables'} with {count(lookups)} lookups. "
             f"The hottest 1% of the rows of each take {share(hot)} of them."
         ),
         facts(
@@ -46,8 +43,8 @@ def heat_page(profile: HeatProfile) -> str:
                 "counts": "exact" if all(one.exact for one in heats) else "partly estimated",
             }
         ),
-        section("All tables", _list(tables)),
-        *(section(one.heat.name, _facts(one.heat), figures(*_pictures(one))) for one in drawn),
+        section("All tables", _list(heats)),
+        *(section(one.name, _facts(one), figures(*_pictures(one))) for one in drawn),
         foot=f"Counted {profile.created}; sha256 of the heat file {profile.sha256[:16]}.",
     )
 
@@ -58,48 +55,22 @@ def _source(files: str) -> str:
     return ", ".join(names[:2]) + (f" and {count(len(names) - 2)} more" if len(names) > 2 else "") if files else "a log"
 
 
-@dataclass(frozen=True)
-class _TableCurve:
-    """A table with its curve, computed once."""
-
-    heat: TableHeat
-    curve: Curve
-
-    @property
-    def shares(self) -> tuple[Floats, Floats]:
-        """Shares of the rows, hottest first, and their shares of the lookups."""
-        return np.cumsum(self.curve.rows_K) / self.curve.rows, np.cumsum(self.curve.lookups_K) / self.curve.lookups
-
-    def hottest(self, part: float) -> float:
-        """The share of lookups of the hottest `part` of the rows, at least one row."""
-        rows_K, taken_K = self.shares
-        rows = max(1.0, round(part * self.curve.rows))
-        return float(np.interp(rows / self.curve.rows, [0.0, *rows_K], [0.0, *taken_K]))
-
-    def points(self) -> list[tuple[float, float]]:
-        """Points of the curve for a chart, evenly over the logarithm of the rows."""
-        rows_K, taken_K = self.shares
-        wanted = np.searchsorted(rows_K, np.geomspace(rows_K[0], 1.0, POINTS)).clip(max=len(rows_K) - 1)
-        return [(float(rows_K[at]), float(taken_K[at])) for at in np.unique(wanted)]
-
-
-def _list(tables: Sequence[_TableCurve]) -> Html:
+def _list(tables: Sequence[TableHeat]) -> Html:
     takes = [f"hottest {brief(share(part))}" for part in HOTTEST]
-    batch = max((size for one in tables for size in one.heat.repeats), default=0)
+    batch = max((size for one in tables for size in one.repeats), default=0)
     repeats = f"repeats in {count(batch)}" if batch else "repeats"
     heads = ("table", "lookups", "a sample", "ids seen", *takes, repeats, "kept by hottest 5%", "missing")
     return table(heads, (_row(one, batch) for one in tables), search="search tables")
 
 
-def _row(shown: _TableCurve, batch: int) -> tuple[object, ...]:
-    one = shown.heat
+def _row(one: TableHeat, batch: int) -> tuple[object, ...]:
     kept = list(one.kept.values())
     return (
         one.name,
         count(one.lookups),
         Number(one.per_sample, f"{one.per_sample:.2f}"),
         _distinct(one),
-        *(share(shown.hottest(part)) if one.lookups else "" for part in HOTTEST),
+        *(share(one.hottest(part)) if one.lookups else "" for part in HOTTEST),
         share(one.repeats[batch]) if batch in one.repeats else "",
         share(kept[-1]) if kept else "",
         count(one.missing),
@@ -115,14 +86,13 @@ def _facts(one: TableHeat) -> Html:
         "lookups": count(one.lookups),
         "ids seen": _distinct(one),
         "lookups a sample": f"{one.per_sample:.2f}",
-        "the hottest row takes": share(float(one.counts_H[0]) / one.lookups),
+        "the hottest row takes": share(one.hottest(0.0)),
     }
     return facts(shown | ({"missing": count(one.missing)} if one.missing else {}))
 
 
-def _pictures(shown: _TableCurve) -> Iterable[Html]:
-    one = shown.heat
-    yield _curve(shown)
+def _pictures(one: TableHeat) -> Iterable[Html]:
+    yield _curve(one)
     if len(one.lengths_L) > 1:
         yield _lengths(one)
     if one.batches:
@@ -134,15 +104,18 @@ def _pictures(shown: _TableCurve) -> Iterable[Html]:
         yield _drift(one, later)
 
 
-def _curve(one: _TableCurve) -> Html:
-    points = one.points()
+def _curve(one: TableHeat) -> Html:
+    curve = one.curve()
+    rows_K, taken_K = np.cumsum(curve.rows_K) / curve.rows, np.cumsum(curve.lookups_K) / curve.lookups
+    even = np.searchsorted(rows_K, np.geomspace(rows_K[0], 1.0, POINTS)).clip(max=len(rows_K) - 1)  # in the logarithm
+    points = [(float(rows_K[at]), float(taken_K[at])) for at in np.unique(even)]
     across = Axis(min(points[0][0], 0.1), 1.0, "hottest rows, of those seen", share, log=True)
     hot = [
         Band(brief(share(part)), max(start, across.low), part, f"{share(one.hottest(part))} of lookups", colour)
         for start, part, colour in zip((0.0, *HOTTEST), HOTTEST, (2, 1, 0), strict=False)
         if part > across.low
     ]
-    chart = lines(f"Heat of {one.heat.name}", [Line("lookups", points)], across, Axis(0.0, 1.0, "lookups taken", share), hot)
+    chart = lines(f"Heat of {one.name}", [Line("lookups", points)], across, Axis(0.0, 1.0, "lookups taken", share), hot)
     return figure("Heat", chart)
 
 

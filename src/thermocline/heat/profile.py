@@ -222,7 +222,7 @@ def merge_tables(parts: Sequence[TableHeat]) -> TableHeat:
         sketches = [registers_of(p.ids_H) if p.registers is None else p.registers for p in parts]
         registers = np.maximum.reduce(sketches)
         distinct = max(estimate(registers), len(ids_H))
-    lengths_L, bags_L = _histogram(parts)
+    lengths_L, bags_L = _add_up(np.concatenate([p.lengths_L for p in parts]), np.concatenate([p.bags_L for p in parts]))
     return replace(
         parts[0],
         samples=sum(part.samples for part in parts),
@@ -243,12 +243,15 @@ def merge_tables(parts: Sequence[TableHeat]) -> TableHeat:
 
 def add_up(ids_N: Ints, counts_N: Ints) -> tuple[Ints, Ints]:
     """Counts of equal ids summed; hottest first, ties by id."""
-    if len(ids_N) == 0:
-        return ids_N, counts_N
-    by_id = np.argsort(ids_N, kind="stable")
-    ids_N, counts_N = ids_N[by_id], counts_N[by_id]
-    first_H = np.flatnonzero(np.concatenate([[True], ids_N[1:] != ids_N[:-1]]))
-    return hottest_first(ids_N[first_H], np.add.reduceat(counts_N, first_H))
+    return hottest_first(*_add_up(ids_N, counts_N))
+
+
+def _add_up(keys_N: Ints, counts_N: Ints) -> tuple[Ints, Ints]:
+    """Counts of equal keys summed; keys rise."""
+    keys_H, at_N = np.unique(keys_N, return_inverse=True)
+    counts_H = np.zeros(len(keys_H), np.int64)
+    np.add.at(counts_H, at_N, counts_N)
+    return keys_H, counts_H
 
 
 def hottest_first(ids_H: Ints, counts_H: Ints) -> tuple[Ints, Ints]:
@@ -267,14 +270,6 @@ def hottest_first(ids_H: Ints, counts_H: Ints) -> tuple[Ints, Ints]:
 
 
 _MOST_16 = np.uint16(0xFFFF)
-
-
-def _histogram(parts: Sequence[TableHeat]) -> tuple[Ints, Ints]:
-    lengths_L = np.unique(np.concatenate([part.lengths_L for part in parts]))
-    bags_L = np.zeros(len(lengths_L), np.int64)
-    for part in parts:
-        bags_L[np.searchsorted(lengths_L, part.lengths_L)] += part.bags_L
-    return lengths_L, bags_L
 
 
 def _batches(parts: Sequence[Sequence[BatchRepeats]]) -> tuple[BatchRepeats, ...]:

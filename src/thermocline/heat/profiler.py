@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,8 +30,6 @@ SLICE = 1 << 20  # samples of a slice, if the number of samples is not known
 # least memory of the counters.
 REST, PAGE, LEAST = 352 << 20, 5 << 18, 64 << 20
 _KEY = "thermocline.heat.partial"
-
-
 MOST_SAMPLES = 1 << 40  # in the batch of a node
 
 
@@ -109,7 +107,7 @@ class Profiler:
         first = 0
         while left:
             if self.done and self.done % self.slice == 0:
-                self._side_by_side(IdCounter.turn, self.counters.values())
+                list(self.pool.map(IdCounter.turn, self.counters.values()))
             many = min(left, self.slice - self.done % self.slice)
             self._count({name: bags.part(first, first + many) for name, bags in chunk.items()})
             first, left, self.done = first + many, left - many, self.done + many
@@ -119,12 +117,9 @@ class Profiler:
         a log has the same profile on any number of cores.
         """
         work = [_CountTask(self.counters[name], bags, self.done, self.settings.batch) for name, bags in chunk.items()]
-        while work := [each for each, done in zip(work, self._side_by_side(_CountTask.go, work), strict=True) if not done]:
+        while work := [each for each, done in zip(work, self.pool.map(_CountTask.go, work), strict=True) if not done]:
             for each in work:
                 make_room(each.counter, list(self.counters.values()), self.memory)
-
-    def _side_by_side(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-        return list(self.pool.map(function, items))
 
     def result(self, source: str) -> HeatProfile:
         """The profile. Nothing can be added afterwards."""
@@ -147,20 +142,19 @@ class Profiler:
         state = {"of": of, "settings": asdict(self.settings), "slice": self.slice, "done": self.done, "tables": texts}
         write_arrays(path, arrays, {_KEY: json.dumps(state)})
 
-    def restore(self, path: Path, of: Mapping[str, Any]) -> bool:
-        """Restores a saved state. Returns False and changes nothing if it belongs to other work."""
+    def restore(self, path: Path, of: Mapping[str, Any]) -> None:
+        """Restores a saved state, unless it belongs to other work."""
         arrays, metadata = read_arrays(path, "a partial profile")
         if _KEY not in metadata:
             raise FormatError(f"'{path}' is not a partial profile; move it away", path=str(path))
         state = json.loads(metadata[_KEY])
         same = json.loads(json.dumps([of, asdict(self.settings), self.slice]))
         if [state["of"], state["settings"], state["slice"]] != same:
-            return False
+            return
         self.done = state["done"]
         for number, (counter, text) in enumerate(zip(self.counters.values(), state["tables"], strict=True)):
             mine = f"{number}."
             counter.restore({name[len(mine) :]: a for name, a in arrays.items() if name.startswith(mine)}, text)
-        return True
 
 
 def profile_batches(

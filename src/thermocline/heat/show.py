@@ -15,6 +15,7 @@ from .profile import HOT, HeatProfile, TableHeat
 
 PARTS = (0.001, 0.01, 0.1)
 _LETTERS = "▁▂▃▄▅▆▇█"
+_PLAIN = ("name", "samples", "lookups", "missing", "distinct", "exact", "error", "slack", "per_sample")
 _STEPS = tuple(10 ** (-5 + 5 * i / 11) for i in range(12))
 
 
@@ -36,15 +37,7 @@ def numbers(profile: HeatProfile) -> dict[str, Any]:
 def _numbers(table: TableHeat) -> dict[str, Any]:
     curve = table.curve()
     return {
-        "name": table.name,
-        "samples": table.samples,
-        "lookups": table.lookups,
-        "missing": table.missing,
-        "distinct": table.distinct,
-        "exact": table.exact,
-        "error": table.error,
-        "slack": table.slack,
-        "per_sample": table.per_sample,
+        **{name: getattr(table, name) for name in _PLAIN},
         "lengths": {name: length(table, part) for name, part in (("least", 0), ("median", 0.5), ("p99", 0.99), ("most", 1))},
         "hottest": {str(part): table.hottest(part) for part in PARTS},
         "repeats": {str(size): share for size, share in table.repeats.items()},

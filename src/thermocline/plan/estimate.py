@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .cost.memory import CODES, PARTS, STATE, Precision, exchange_bytes, parse_precision, table_bytes
+from .cost.memory import CODES, PARTS, Precision, exchange_bytes, parse_precision, table_bytes
 from .tables import TableConfig, TablesConfig
 from .topology import Topology
 
@@ -66,11 +66,6 @@ class Estimate:
         """Bytes in host memory, if codes lie there."""
         return self.parts[CODES]
 
-    @property
-    def rows(self) -> int:
-        """Bytes of rows and cache, without optimizer state."""
-        return self.total - self.parts[STATE]
-
     def to_json(self) -> dict[str, Any]:
         """The estimate for `json.dumps`."""
         sums = {"total": self.total, "card_bytes_with_codes_on_host": self.total - self.host, "host_bytes": self.host}
@@ -108,12 +103,10 @@ def _one(tables: TablesConfig, choice: StorageChoice, topology: Topology | None,
         lookups = samples * (len(table.feature_names) if table.lookups is None else table.lookups)
         requested = min(lookups, table.rows)
         buffers += sum(exchange_bytes(requested, requested, table.dim, parse_precision(precision, cache).base).values())
-    found = Estimate(choice, parts, each, round(buffers))
-    if topology is None:
-        return found
-    host = found.host if topology.host.memory else None
-    on_host = None if host is None else _fit(found.total - host, host, found.buffers, topology)
-    return Estimate(choice, parts, each, found.buffers, _fit(found.total, 0, found.buffers, topology), on_host)
+    total, host, held = sum(parts.values()), parts[CODES], round(buffers)
+    on_gpu = _fit(total, 0, held, topology) if topology else None
+    on_host = _fit(total - host, host, held, topology) if topology and topology.host.memory else None
+    return Estimate(choice, parts, each, held, on_gpu, on_host)
 
 
 def _kept(table: TableConfig, choice: StorageChoice) -> tuple[Precision, float]:

@@ -14,14 +14,8 @@ from .units import BYTES, RATES, SECONDS, read_bytes, read_rate, read_seconds
 MOST_LOOKUPS = 1 << 20  # per sample and table
 
 
-def _whole(given: object) -> object:
-    if isinstance(given, (bool, str)):  # pydantic would convert both
-        raise ValueError(f"{given!r} is not a whole number")
-    return given
-
-
 def _number(given: object) -> object:
-    if isinstance(given, (bool, str)):
+    if isinstance(given, (bool, str)):  # pydantic would convert both
         raise ValueError(f"{given!r} is not a number")
     return given
 
@@ -33,7 +27,7 @@ def _quantity(units: dict[str, float], least: str) -> dict[str, Any]:
     return {"anyOf": [{"type": "number", least: 0}, text]}
 
 
-Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_number)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
 Lookups = Annotated[float, Field(ge=0, le=MOST_LOOKUPS, allow_inf_nan=False), BeforeValidator(_number)]

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from thermocline.errors import FormatError
@@ -26,6 +27,7 @@ from thermocline.errors import FormatError
 Location = tuple[str | int, ...]
 Problems = Iterator[tuple[Location, str]]
 Model = TypeVar("Model", bound=BaseModel)
+Doubts = Callable[[Model], Problems]
 
 _MOST_PROBLEMS = 20  # in one error
 
@@ -38,11 +40,22 @@ class Contradiction(ValueError):
         self.problems = problems
 
 
-def check(model: Model, problems: Problems) -> Model:
-    """The model, or a `Contradiction` with its problems: for model validators."""
-    if found := list(problems):
-        raise Contradiction(found)
-    return model
+class FileModel(BaseModel):
+    """An object of a planning file. Fields have Python names in code and the names of version 1 (`card`, `cards`) in files."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True
+    )
+
+    @model_validator(mode="after")
+    def _validate(self) -> FileModel:
+        if found := list(self._contradictions()):
+            raise Contradiction(found)
+        return self
+
+    def _contradictions(self) -> Problems:
+        """Fields that do not fit together, and why."""
+        yield from ()
 
 
 def read_text(path: str | Path) -> str:
@@ -59,35 +72,22 @@ def read_file(kind: type[Model], path: str | Path) -> Model:
 
 
 def read_model(
-    kind: type[Model],
-    text: str,
-    name: str,
-    instead: Mapping[str, object] | None = None,
-    doubts: Callable[[Model], Problems] | None = None,
+    kind: type[Model], text: str, name: str, instead: Mapping[str, object] = {}, doubts: Doubts[Model] | None = None
 ) -> Model:
-    """A model from text.
+    """A model from text, which is JSON if `name` ends with .json, else YAML.
 
-    Args:
-        kind: The model class.
-        text: YAML, or JSON if `name` ends with .json.
-        name: Name of the text in error messages.
-        instead: Fields that replace those of the text.
-        doubts: A further check of the model.
+    Fields of `instead` replace those of the text; `doubts` is a further check of the model.
     """
     data = _parse(text, name)
     if not isinstance(data, dict):
-        fields = ", ".join(_described_fields(kind))
-        message = f"{name}, line 1: the file is {_kind_of(data)}; expected a mapping with the fields {fields}"
+        what = {type(None): "empty", list: "a list", str: "a line of text"}.get(type(data), f"a {type(data).__name__}")
+        message = f"{name}, line 1: the file is {what}; expected a mapping with the fields {', '.join(_fields(kind))}"
         raise FormatError(message, path=name, line=1)
-    return read_data(kind, data | dict(instead or {}), name, text, doubts)
+    return read_data(kind, data | dict(instead), name, text, doubts)
 
 
 def read_data(
-    kind: type[Model],
-    data: dict[str, Any],
-    name: str,
-    text: str | None = None,
-    doubts: Callable[[Model], Problems] | None = None,
+    kind: type[Model], data: dict[str, Any], name: str, text: str | None = None, doubts: Doubts[Model] | None = None
 ) -> Model:
     """A model from plain data; `text` is its source, if lines are to be reported.
 
@@ -145,7 +145,11 @@ def _parse(text: str, name: str) -> Any:
     try:
         if name.endswith(".json"):
             return json.loads(text, object_pairs_hook=lambda pairs: _refuse_json_duplicates(pairs, name))
-        return _parse_yaml(text, name)
+        node = yaml.compose(text, Loader=_Yaml12Loader)
+        if node is None:
+            return None
+        _refuse_yaml_duplicates(node, name)
+        return _Yaml12Loader("").construct_document(node)
     except json.JSONDecodeError as error:
         raise FormatError(f"{name}, line {error.lineno}: not JSON ({error.msg})", path=name, line=error.lineno) from None
     except yaml.MarkedYAMLError as error:
@@ -159,18 +163,6 @@ def _parse(text: str, name: str) -> Any:
         raise
     except (RecursionError, ValueError) as error:  # nested thousands deep, or a number of thousands of digits
         raise FormatError(f"{name}: the file cannot be read ({error})", path=name) from None
-
-
-def _parse_yaml(text: str, name: str) -> Any:
-    loader = _Yaml12Loader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _refuse_yaml_duplicates(node, name)
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
 
 
 def _refuse_json_duplicates(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
@@ -202,22 +194,16 @@ def _refuse_yaml_duplicates(root: yaml.Node, name: str) -> None:
                 waiting.append(value)
 
 
-def _kind_of(data: object) -> str:
-    return {type(None): "empty", list: "a list", str: "a line of text"}.get(type(data), f"a {type(data).__name__}")
-
-
 # -- problems to sentences --------------------------------------------------------------------------------------------------
 
 
 def _compose(text: str) -> yaml.Node | None:
     """The node tree of YAML or JSON. Tabs separate tokens in JSON only, and never occur inside its strings."""
-    loader = _Yaml12Loader(text.replace("\t", " "))
     try:
-        return loader.get_single_node()
+        tree: yaml.Node | None = yaml.compose(text.replace("\t", " "), Loader=_Yaml12Loader)
+        return tree
     except yaml.YAMLError:
         return None
-    finally:
-        loader.dispose()
 
 
 def _line(root: yaml.Node | None, location: Location) -> int | None:
@@ -268,7 +254,7 @@ def _message(kind: type[BaseModel], details: ErrorDetails, location: Location) -
     """What is wrong, and what is possible."""
     given, limits = details["input"], details.get("ctx", {})
     known = _fields_around(kind, location)
-    wanted = known.get(str(location[-1]), "") if location else ""
+    wanted = known[str(location[-1])].description if location and location[-1] in known else None
     hint = f"; expected: {wanted}" if wanted else ""
     match details["type"]:
         case "extra_forbidden":
@@ -290,19 +276,19 @@ def _message(kind: type[BaseModel], details: ErrorDetails, location: Location) -
             return f"{given!r} is not valid ({details['msg'][0].lower()}{details['msg'][1:]}){hint}"
 
 
-def _described_fields(model: type[BaseModel]) -> dict[str, str]:
-    """The fields of a model by their names in files, with their descriptions."""
-    return {field.serialization_alias or name: field.description or "" for name, field in model.model_fields.items()}
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a model by their names in files."""
+    return {field.serialization_alias or name: field for name, field in model.model_fields.items()}
 
 
-def _fields_around(kind: type[BaseModel], location: Location) -> dict[str, str]:
-    """The described fields of the model that contains a location."""
-    model: type[BaseModel] | None = kind
+def _fields_around(kind: type[BaseModel], location: Location) -> dict[str, FieldInfo]:
+    """The fields of the model that contains a location."""
+    fields = _fields(kind)
     for part in location[:-1]:
-        if model is not None and isinstance(part, str):
-            fields = {field.serialization_alias or name: field for name, field in model.model_fields.items()}
-            model = _model_in(fields[part].annotation) if part in fields else model
-    return _described_fields(model) if model else {}
+        if part in fields:
+            model = _model_in(fields[str(part)].annotation)
+            fields = _fields(model) if model else {}
+    return fields
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

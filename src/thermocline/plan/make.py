@@ -273,10 +273,9 @@ def read_request(
     options: ReductionOptions = NO_LEVERS, shuffled: bool = False,
 ) -> PlanRequest:  # fmt: skip
     """Loads files, and settles rows and precision of every table."""
-    if goal not in GOALS:
-        raise BadInput(f"goal is {goal!r}; use one of {', '.join(GOALS)}", parameter="goal", value=goal)
-    if gradients not in GRADIENTS:
-        raise BadInput(f"gradients is {gradients!r}; use one of {', '.join(GRADIENTS)}", parameter="gradients", value=gradients)
+    for name, given, known in (("goal", goal, GOALS), ("gradients", gradients, GRADIENTS)):
+        if given not in known:
+            raise BadInput(f"{name} is {given!r}; use one of {', '.join(known)}", parameter=name, value=given)
     tables = tables if isinstance(tables, TablesConfig) else TablesConfig.load(tables)
     heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
     topology = topology if isinstance(topology, Topology) else Topology.load(topology)

@@ -12,12 +12,13 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from thermocline.errors import FormatError
 
+from .io import FileModel
 from .tables import Optimizer, Pooling
-from .topology import STRICT, Topology
+from .topology import Topology
 
 VERSION: Literal[1] = 1
 
@@ -34,20 +35,18 @@ MEMORY_PARTS = ("tables", "optimizer state", "cache", "maps", "buffers")
 STEP_PARTS = ("lookup", "rows", "gradients", "update", "ids", "sync", "dense")
 
 
-class Traffic(BaseModel):
+class Traffic(FileModel):
     """Bytes that one rank sends in one step, by link class and direction; link `card` is what stays on the GPU."""
 
-    model_config = STRICT
     link: LinkClass
     direction: Direction
     bytes: float
     messages: float = 0.0
 
 
-class Tier(BaseModel):
+class Tier(FileModel):
     """The rows of one tier: their number, heat and precision."""
 
-    model_config = STRICT
     tier: Literal[1, 2, 3]
     rows: int
     threshold: float  # lookups of its coldest row in the heat file; 0 if the tier contains rows never seen
@@ -57,14 +56,13 @@ class Tier(BaseModel):
     near: int = 0  # rows with an int8 slot
 
 
-class Lever(BaseModel):
+class Lever(FileModel):
     """A reduction of the rows of a table before placement, and the id map that does it.
 
     The last `prune` or `hash` is the map: the `kept` hottest ids of the heat file (ties by id, counts of all `features` summed)
     have rows of their own, all other ids are hashed to `shared` rows. `unify` then adds `offset` to the rows.
     """
 
-    model_config = STRICT
     kind: Literal["hash", "prune", "unify"]
     features: tuple[str, ...]  # features whose ids are mapped
     rows: int  # rows before; for `unify`, rows of its part of the table
@@ -77,10 +75,9 @@ class Lever(BaseModel):
     detail: str = ""
 
 
-class Alternative(BaseModel):
+class Alternative(FileModel):
     """Another choice, and the predicted time of the whole step with it."""
 
-    model_config = STRICT
     name: str
     feasible: bool
     time: float | None  # seconds of a step (or request); None if it does not fit
@@ -88,10 +85,9 @@ class Alternative(BaseModel):
     detail: str = ""
 
 
-class TablePlan(BaseModel):
+class TablePlan(FileModel):
     """The decisions for one table."""
 
-    model_config = STRICT
     name: str
     rows: int
     dim: int
@@ -118,10 +114,9 @@ class TablePlan(BaseModel):
     curve: tuple[tuple[float, float], ...]  # (rows, their share of the lookups), hottest first: points for charts
 
 
-class RankPlan(BaseModel):
+class RankPlan(FileModel):
     """Bytes of `count` equal ranks, from rank `first` on."""
 
-    model_config = STRICT
     first: int
     count: int
     bytes: dict[str, int]  # by MEMORY_PARTS
@@ -133,10 +128,9 @@ class RankPlan(BaseModel):
         return sum(self.bytes.values())
 
 
-class StepPlan(BaseModel):
+class StepPlan(FileModel):
     """The predicted step (or request) by part, and the time hidden behind the dense part."""
 
-    model_config = STRICT
     parts: dict[str, float]  # by STEP_PARTS
     overlaps: tuple[str, ...]  # parts that run during the dense part
     hidden: float  # seconds of `overlaps` that the dense part covers
@@ -149,20 +143,18 @@ class StepPlan(BaseModel):
         return self.total - self.parts["dense"]
 
 
-class Sensitivity(BaseModel):
+class Sensitivity(FileModel):
     """The effect of a little more memory or hardware."""
 
-    model_config = STRICT
     what: str  # such as "1 GiB more per GPU"
     time: float | None  # seconds of the step then
     saves: float | None  # seconds per step (where GPUs are added: for the same number of samples)
     detail: str = ""
 
 
-class Suggestion(BaseModel):
+class Suggestion(FileModel):
     """The effect of a lever that was not requested. Levers change what a model learns, so a plan only reports it."""
 
-    model_config = STRICT
     what: str
     option: str  # of `plan make`
     bytes: int  # saved on all ranks, as `Lever.saved`
@@ -171,7 +163,7 @@ class Suggestion(BaseModel):
     detail: str = ""
 
 
-class Plan(BaseModel):
+class Plan(FileModel):
     """The decisions for all tables, with predicted memory, traffic and time.
 
     Example::
@@ -181,7 +173,6 @@ class Plan(BaseModel):
         Plan.load("plan.json").step.total  # seconds
     """
 
-    model_config = STRICT
     version: Literal[1] = VERSION
     created: str = ""
     goal: Goal

@@ -7,28 +7,26 @@ of its total is that of a part of 1%. Equal ranks are one group of lines, compar
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field
 
 from thermocline.errors import BadInput
 from thermocline.report.numbers import Number
 
 from .fields import Amount, Bytes, Count
-from .io import Problems, check, did_you_mean, read_file
+from .io import FileModel, Problems, did_you_mean, read_file
 from .model import DIRECTIONS, LINK_CLASSES, MEMORY_PARTS, STEP_PARTS, Direction, LinkClass, Plan
 from .report.explain import aligned
-from .topology import STRICT
 from .units import show_bytes, show_seconds
 
 
-class MeasuredRank(BaseModel):
+class MeasuredRank(FileModel):
     """Bytes of one rank."""
 
-    model_config = STRICT
     rank: int = Field(ge=0, validation_alias="card", serialization_alias="card", description="global rank")
     bytes: dict[str, Bytes] = Field(description=f"by part: {', '.join(MEMORY_PARTS)}")
     host: Bytes = Field(default=0, description="bytes of its tables in host memory")
@@ -38,20 +36,18 @@ class MeasuredRank(BaseModel):
         return sum(self.bytes.values())
 
 
-class MeasuredTraffic(BaseModel):
+class MeasuredTraffic(FileModel):
     """Bytes that one rank sends in one step over one class of links, in one direction."""
 
-    model_config = STRICT
     link: LinkClass = Field(description="card (stays on the GPU), host, node or cluster")
     direction: Direction = Field(description="ids, rows, gradients or sync")
     bytes: Amount = Field(description="mean over ranks and steps")
     messages: Amount = Field(default=0.0, description="mean over ranks and steps")
 
 
-class MeasuredRun(BaseModel):
+class MeasuredRun(FileModel):
     """A run on all ranks of a plan."""
 
-    model_config = STRICT
     version: Literal[1] = Field(default=1, description="version of this file format; 1")
     plan: str = Field(default="", description="fingerprint of the plan of the run; default: unknown")
     created: str = Field(default="", description="time of the run")
@@ -63,10 +59,6 @@ class MeasuredRun(BaseModel):
     traffic: tuple[MeasuredTraffic, ...] = Field(default=(), description="by link class and direction, each pair once")
     parts: dict[str, Amount] = Field(default={}, description=f"seconds of a step by part: {', '.join(STEP_PARTS)}")
     step: Amount = Field(description="seconds of a whole step")
-
-    @model_validator(mode="after")
-    def _validate(self) -> MeasuredRun:
-        return check(self, self._contradictions())
 
     def _contradictions(self) -> Problems:
         ranks: dict[int, int] = {}
@@ -198,6 +190,17 @@ def _check_same(plan: Plan, run: MeasuredRun) -> None:
         raise BadInput(message, parameter="batch", value=run.batch)
 
 
+def _parts(
+    kind: Kind, of: str, names: Sequence[str], predicted: Mapping[Any, float], measured: Mapping[Any, float]
+) -> Iterator[ComparisonLine]:
+    """The sum of the parts, and each part with something predicted or measured."""
+    total = sum(predicted.values())
+    yield ComparisonLine(kind, f"{of}: all", total, sum(measured.values()), total)
+    for name in names:
+        if predicted.get(name) or measured.get(name):
+            yield ComparisonLine(kind, f"{of}: {name}", predicted.get(name, 0), measured.get(name, 0), total)
+
+
 def _memory(plan: Plan, run: MeasuredRun) -> Iterator[ComparisonLine]:
     by_number = {rank.rank: rank for rank in run.ranks}
     for group in plan.ranks:
@@ -205,11 +208,7 @@ def _memory(plan: Plan, run: MeasuredRun) -> Iterator[ComparisonLine]:
         ranks = [by_number[number] for number in range(group.first, last + 1)]
         rank = max(ranks, key=lambda rank: abs(rank.total - group.total))
         which = f"rank {rank.rank}" if group.count == 1 else f"rank {rank.rank}, furthest off of {group.first} to {last}"
-        yield ComparisonLine("memory", f"{which}: all", group.total, rank.total, group.total)
-        for part in MEMORY_PARTS:
-            predicted, measured = group.bytes.get(part, 0), rank.bytes.get(part, 0)
-            if predicted or measured:
-                yield ComparisonLine("memory", f"{which}: {part}", predicted, measured, group.total)
+        yield from _parts("memory", which, MEMORY_PARTS, group.bytes, rank.bytes)
         if group.host or rank.host:
             yield ComparisonLine("memory", f"{which}: in host memory", group.host, rank.host, group.host or group.total)
 
@@ -217,15 +216,10 @@ def _memory(plan: Plan, run: MeasuredRun) -> Iterator[ComparisonLine]:
 def _traffic(plan: Plan, run: MeasuredRun) -> Iterator[ComparisonLine]:
     measured = {(line.link, line.direction): line.bytes for line in run.traffic}
     for link in LINK_CLASSES:
-        total = plan.bytes_over(link)
-        found = sum(measured.get((link, direction), 0.0) for direction in DIRECTIONS)
-        if not total and not found:
-            continue
-        yield ComparisonLine("traffic", f"{link}: all", total, found, total)
-        for direction in DIRECTIONS:
-            predicted, bytes_ = plan.bytes_over(link, direction), measured.get((link, direction), 0.0)
-            if predicted or bytes_:
-                yield ComparisonLine("traffic", f"{link}: {direction}", predicted, bytes_, total)
+        predicted = {direction: plan.bytes_over(link, direction) for direction in DIRECTIONS}
+        found = {direction: measured.get((link, direction), 0.0) for direction in DIRECTIONS}
+        if any(predicted.values()) or any(found.values()):
+            yield from _parts("traffic", link, DIRECTIONS, predicted, found)
 
 
 def _time(plan: Plan, run: MeasuredRun) -> Iterator[ComparisonLine]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
 
 from .cost.memory import FLOATS, parse_precision
 from .fields import Count, Lookups, Seconds, Share
-from .io import Problems, check, did_you_mean, read_file
-from .topology import STRICT
+from .io import FileModel, Problems, did_you_mean, read_file
 
 Pooling = Literal["sum", "mean", "max", "none"]
 Optimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
@@ -43,10 +42,9 @@ PrecisionField = Annotated[str | dict[str, float], BeforeValidator(_precision), 
 Name = Annotated[str, Field(min_length=1)]
 
 
-class TableConfig(BaseModel):
+class TableConfig(FileModel):
     """One table of a tables file."""
 
-    model_config = STRICT
     name: Name = Field(description="unique name of the table")
     rows: Count = Field(description="rows, 1 or more")
     dim: Count = Field(le=F.MAX_DIM, description=f"columns of a row, 1 to {F.MAX_DIM}")
@@ -65,10 +63,6 @@ class TableConfig(BaseModel):
         """The features that look up the table: those named, or one with the name of the table."""
         return self.features or (self.name,)
 
-    @model_validator(mode="after")
-    def _validate(self) -> TableConfig:
-        return check(self, self._contradictions())
-
     def _contradictions(self) -> Problems:
         if self.cache and isinstance(self.precision, dict):
             given = f"cache is {self.cache:g}, but precision {self.precision}"
@@ -78,7 +72,7 @@ class TableConfig(BaseModel):
             yield ("cache",), f"cache is {self.cache:g}, but rows in {self.precision} gain nothing from a cache; {out}"
 
 
-class TablesConfig(BaseModel):
+class TablesConfig(FileModel):
     """The tables of a model, and the work of one step: the content of a tables file.
 
     Example::
@@ -87,17 +81,12 @@ class TablesConfig(BaseModel):
         tables = TablesConfig(batch=2048, tables=(TableConfig(name="item", rows=1_000_000, dim=128),))
     """
 
-    model_config = STRICT
     version: Literal[1] = Field(default=1, description="version of this file format; 1")
     batch: Count = Field(description="samples per GPU and step, 1 or more")
     dense: Seconds = Field(default=0.0, description="forward and backward of the dense layers, such as 4ms")
     below: Seconds = Field(default=0.0, description="part of dense before the lookup and after its gradient, such as 1ms")
     optimizer: Optimizer = Field(default="rowwise_adagrad", description="optimizer of the rows")
     tables: tuple[TableConfig, ...] = Field(description="at least one table")
-
-    @model_validator(mode="after")
-    def _validate(self) -> TablesConfig:
-        return check(self, self._contradictions())
 
     def _contradictions(self) -> Problems:
         if not self.tables:

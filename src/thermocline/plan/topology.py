@@ -10,53 +10,47 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from thermocline.errors import BadInput
 
 from .fields import Bytes, Count, PositiveBytes, Rate, Seconds
-from .io import Location, Problems, check, did_you_mean, read_model, read_text
+from .io import FileModel, Location, Problems, did_you_mean, read_model, read_text
 
-# Fields have Python names in code and the names of version 1 (`card`, `cards`) in files.
-STRICT = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 PRESETS = files(__package__) / "presets"
 
 _SMALLEST = 1 << 20  # bytes, or bytes per second: a smaller number lacks its unit
 
 
-class Link(BaseModel):
+class Link(FileModel):
     """One class of links: bytes per second, and seconds."""
 
-    model_config = STRICT
     bandwidth: Rate = Field(description="bytes per second of one GPU and direction, such as 450GB/s")
     latency: Seconds = Field(default=0.0, description="fixed time of one exchange, such as 10us")
 
 
-class GpuSpec(BaseModel):
+class GpuSpec(FileModel):
     """Memory of one GPU for tables, in bytes, and its read bandwidth, in bytes per second."""
 
-    model_config = STRICT
     memory: PositiveBytes = Field(description="bytes of GPU memory that tables may fill, such as 141GB")
     bandwidth: Rate = Field(description="bytes per second that a GPU reads from its own memory, such as 4.0TB/s")
 
 
-class HostSpec(BaseModel):
+class HostSpec(FileModel):
     """Host memory of a node, in bytes, shared by its GPUs."""
 
-    model_config = STRICT
     memory: Bytes = Field(default=0, description="bytes of host memory of a node, shared by its GPUs, such as 2TB")
 
 
-class Links(BaseModel):
+class Links(FileModel):
     """The classes of links of a cluster."""
 
-    model_config = STRICT
     node: Link = Field(description="between GPUs of one node")
     cluster: Link | None = Field(default=None, description="between GPUs of different nodes; required with several nodes")
     host: Link | None = Field(default=None, description="between a GPU and the memory of its node")
 
 
-class Topology(BaseModel):
+class Topology(FileModel):
     """A cluster of equal nodes.
 
     Example::
@@ -65,7 +59,6 @@ class Topology(BaseModel):
         topology.world_size  # 32
     """
 
-    model_config = STRICT
     version: Literal[1] = Field(default=1, description="version of this file format; 1")
     name: str = Field(default="", description="a name for people")
     source: str = Field(default="", description="where the numbers come from")
@@ -77,10 +70,6 @@ class Topology(BaseModel):
     gpu: GpuSpec = Field(validation_alias="card", serialization_alias="card")
     host: HostSpec = HostSpec()
     links: Links
-
-    @model_validator(mode="after")
-    def _validate(self) -> Topology:
-        return check(self, self._contradictions())
 
     def _contradictions(self) -> Problems:
         if self.nodes > 1 and self.links.cluster is None:

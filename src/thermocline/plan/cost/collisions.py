@@ -21,9 +21,11 @@ _FIRST, _LAST, _PER_E = 1e-4, 40.0, 2
 
 def harm(curve: Curve, kept: int, shared: int) -> float:
     """The share of a feature's effects lost if its `kept` hottest ids have rows and the others are hashed to `shared` rows."""
-    beyond = _beyond(curve, kept)
-    if beyond is None:
+    beyond = split_curve(curve, kept)[1]
+    if not beyond.lookups:
         return 0.0
+    seen_K = beyond.lookups_K > 0
+    beyond = Curve(beyond.rows_K[seen_K], beyond.lookups_K[seen_K])
     lost = float(harms(beyond, np.array([shared], np.float64))[0, 0])
     return lost * beyond.lookups / curve.lookups
 
@@ -59,9 +61,11 @@ def _from(values_K: Floats) -> Floats:
     return np.concatenate([sums_K, np.zeros_like(values_K[:1])])
 
 
-def _beyond(curve: Curve, kept: int) -> Curve | None:
-    """The curve without its hottest rows; rows of one step are equal."""
-    left_K = np.minimum(np.clip(np.cumsum(curve.rows_K) - kept, 0.0, None), curve.rows_K)
-    lookups_K = curve.lookups_K * left_K / curve.rows_K
-    some_K = (left_K > 0) & (lookups_K > 0)
-    return Curve(left_K[some_K], lookups_K[some_K]) if some_K.any() else None
+def split_curve(curve: Curve, rows: float) -> tuple[Curve, Curve]:
+    """The hottest `rows` rows of a curve, and the others; rows of one step are equal."""
+    hot_K = np.clip(rows - (np.cumsum(curve.rows_K) - curve.rows_K), 0.0, curve.rows_K)
+    parts = []
+    for rows_K in (hot_K, curve.rows_K - hot_K):
+        some_K = rows_K > 0
+        parts.append(Curve(rows_K[some_K], (curve.lookups_K * rows_K / curve.rows_K)[some_K]))
+    return parts[0], parts[1]

@@ -55,11 +55,17 @@ def id_stats_of(heat: HeatInput, table: TableConfig, shuffled: bool = False) -> 
     if not isinstance(heat, HeatProfile):
         lookups = float(len(table.feature_names)) if table.lookups is None else table.lookups
         return AccessStats(_given_curve(heat, table), lookups)
-    curve, per_sample, rare = _profiled(heat, table, shuffled)
+    if missing := [name for name in table.feature_names if name not in heat.tables]:
+        counted = f"the heat file has not counted; it has {', '.join(heat.tables)}"
+        message = f"table {table.name!r} is looked up by {', '.join(missing)}, which {counted}: {_WAY_OUT}"
+        raise BadInput(message, table=table.name, missing=tuple(missing))
+    parts = [heat.tables[name] for name in table.feature_names]
+    curve, rare = _joint_curve(heat, parts)
     repeats: tuple[tuple[float, float], ...] = ()
-    if len(table.feature_names) == 1 and not shuffled:
+    if len(parts) == 1 and not shuffled:
         complete = with_unseen(curve, table.rows, rare) if round(curve.rows) < table.rows else curve
-        repeats = effective_shares(heat.tables[table.feature_names[0]], complete)
+        repeats = effective_shares(parts[0], complete)
+    per_sample = sum(part.per_sample if shuffled else part.recent for part in parts)
     return AccessStats(curve, per_sample if table.lookups is None else table.lookups, repeats=repeats, rare=rare)
 
 
@@ -107,17 +113,6 @@ def _given_curve(heat: Mapping[str, Curve], table: TableConfig) -> Curve:
         message = f"heat has no curve for table {table.name!r} (features {features}); it has {there}: {_WAY_OUT}"
         raise BadInput(message, table=table.name)
     return found[0]
-
-
-def _profiled(heat: HeatProfile, table: TableConfig, shuffled: bool) -> tuple[Curve, float, tuple[int, int]]:
-    missing = [name for name in table.feature_names if name not in heat.tables]
-    if missing:
-        counted = f"the heat file has not counted; it has {', '.join(heat.tables)}"
-        message = f"table {table.name!r} is looked up by {', '.join(missing)}, which {counted}: {_WAY_OUT}"
-        raise BadInput(message, table=table.name, missing=tuple(missing))
-    parts = [heat.tables[name] for name in table.feature_names]
-    curve, rare = _joint_curve(heat, parts)
-    return curve, sum(part.per_sample if shuffled else part.recent for part in parts), rare
 
 
 def hottest_ids(heat: HeatProfile, features: Sequence[str]) -> tuple[Ints, Ints]:

@@ -107,12 +107,7 @@ def bytes_per_row(
 
 
 def table_bytes(
-    rows: int,
-    dim: int,
-    precision: Precision,
-    cache: float = 0.0,
-    near: float = 0.0,
-    optimizer: str | None = "rowwise_adagrad",
+    rows: int, dim: int, precision: Precision, cache: float = 0.0, near: float = 0.0, optimizer: str | None = "rowwise_adagrad"
 ) -> dict[str, int]:
     """Bytes of a table by part, equal to `memory()` of a module with this table alone."""
     base, full, near = parse_precision(precision, cache, near)

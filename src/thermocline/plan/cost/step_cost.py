@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.errors import BadInput
 from thermocline.plan.model import DIRECTIONS, Exchange
 from thermocline.plan.topology import Topology
 
@@ -47,10 +46,7 @@ class Cluster:
     @classmethod
     def of(cls, topology: Topology, id_bytes: int = ID_BYTES) -> Cluster:
         links = topology.links
-        if topology.nodes > 1 and links.cluster is None:
-            message = f"the topology has {topology.nodes} nodes, but no links.cluster between them: add it"
-            raise BadInput(message, parameter="links.cluster")
-        far = links.cluster or links.node
+        far = links.cluster or links.node  # a topology of several nodes has links between them
         return cls(
             topology.nodes, topology.gpus_per_node, topology.gpu.bandwidth,
             links.node.bandwidth, far.bandwidth, links.node.latency, far.latency,

@@ -10,22 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from thermocline.plan.cost import step_cost as C
 from thermocline.plan.cost.memory import SLOT_MAPS
-from thermocline.plan.cost.step_cost import (
-    CLUSTER,
-    GRADIENTS,
-    IDS,
-    NODE,
-    ROWS,
-    SYNC,
-    Floats,
-    RequestProbability,
-    buffer_bytes,
-    bytes_kept,
-    bytes_local,
-    bytes_sent,
-    memory_traffic,
-)
+from thermocline.plan.cost.step_cost import Floats
 from thermocline.plan.cost.step_work import rotation_bytes
 from thermocline.plan.model import DIRECTIONS, MEMORY_PARTS
 from thermocline.plan.solve.solver import Problem, Score, phases, tier_map_bytes_of
@@ -71,7 +58,7 @@ def _split_cost(problem: Problem, score: Score, table: int, choice: int) -> Tabl
     for tier in (1, 2, 3):
         part = slice(ends[tier - 1], ends[tier])
         rows, wire = grid.rows[table, part], grid.wire[table, part]
-        requested = RequestProbability(*(each[table, part] for each in grid.requested))
+        requested = C.RequestProbability(*(each[table, part] for each in grid.requested))
         plain = tier == 1 and option.plain
         fp32, int8 = (grid.fp32[table, part] * rows).sum(), (grid.int8[table, part] * rows).sum()
         counts[:, tier - 1] = rows.sum(), fp32, int8, (grid.share[table, part] * rows).sum()
@@ -81,23 +68,23 @@ def _split_cost(problem: Problem, score: Score, table: int, choice: int) -> Tabl
         held[STATE] += rows.sum() * state * copies
         held[CACHE] += slots @ np.array([grid.fp32_slot[table] - SLOT_MAPS, grid.int8_slot[table] - SLOT_MAPS]) * copies
         held[MAPS] += slots.sum() * SLOT_MAPS * copies + (tier == 3) * rows.sum() * rotation_bytes(cluster.world_size) * copies
-        sends = bytes_sent(requested, cluster, tier, option.exchange, wire, gradient) * rows
+        sends = C.bytes_sent(requested, cluster, tier, option.exchange, wire, gradient) * rows
         sent += sends.sum(axis=-1)
         if workload.gradient:
-            early += float(cluster.seconds_L @ (sends[:, ROWS] * (1 - requested.any)).sum(axis=-1))
-        kept += (bytes_kept(requested, cluster, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
-        inside += (bytes_local(requested, cluster, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
-        looked_up, updated = memory_traffic(requested, cluster, tier, option.exchange, wire, gradient, update)
+            early += float(cluster.seconds_L @ (sends[:, C.ROWS] * (1 - requested.any)).sum(axis=-1))
+        kept += (C.bytes_kept(requested, cluster, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
+        inside += (C.bytes_local(requested, cluster, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
+        looked_up, updated = C.memory_traffic(requested, cluster, tier, option.exchange, wire, gradient, update)
         local += (looked_up * rows).sum() + grid.read[table, part].sum(), (updated * rows).sum()
     solution = score.solution
     held[MAPS] += float(tier_map_bytes_of(problem, solution.choice, solution.first, solution.second)[table])
-    held[BUFFERS] = float(buffer_bytes(sent, inside))
+    held[BUFFERS] = float(C.buffer_bytes(sent, inside))
     local /= cluster.memory_rate
     host = np.zeros(4)
     if grid.host[table]:
         reads, writes = (float((each[table] * grid.rows[table]).sum()) for each in grid.over_host(cluster))
-        host[[ROWS, GRADIENTS]] = reads, writes * (workload.gradient is not None)
-        local += host[[ROWS, GRADIENTS]] / cluster.host_rate
+        host[[C.ROWS, C.GRADIENTS]] = reads, writes * (workload.gradient is not None)
+        local += host[[C.ROWS, C.GRADIENTS]] / cluster.host_rate
     rows_by_tier, fp32_by_tier, int8_by_tier, lookups = counts
     seconds = _seconds(problem, table, sent, local)
     return TableCost(held, sent, kept, seconds, rows_by_tier, fp32_by_tier, int8_by_tier, lookups, early, host)
@@ -127,7 +114,7 @@ def _seconds(problem: Problem, table: int, sent: Floats, local: Floats) -> Float
     over = problem.workload.cluster.seconds_L @ sent
     found = np.zeros(6)
     found[[LOOKUP, UPDATE]] = local + problem.fixed[:, table]
-    found[[SEND_ROWS, SEND_GRADIENTS, SEND_IDS, SEND_SYNC]] = over[[ROWS, GRADIENTS, IDS, SYNC]]
+    found[[SEND_ROWS, SEND_GRADIENTS, SEND_IDS, SEND_SYNC]] = over[[C.ROWS, C.GRADIENTS, C.IDS, C.SYNC]]
     return found
 
 
@@ -140,5 +127,5 @@ def messages(problem: Problem, score: Score) -> Floats:
         "across": (0, cluster.nodes - 1),
     }
     for phase in phases(problem, score):
-        found[[NODE, CLUSTER], DIRECTIONS.index(phase.part)] += others[phase.scope]
+        found[[C.NODE, C.CLUSTER], DIRECTIONS.index(phase.part)] += others[phase.scope]
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ def infeasible_error(request: PlanRequest, problem: Problem) -> BadInput:
     buffers = needed - _bytes_per_rank(request, problem, rows, request.precisions) - id_maps
     remedies = [
         *_remedies(request, problem, needed, buffers + id_maps),
-        *_hash_remedy(request.hash_outcome, request.topology.world_size, available, buffers),
+        *_hash_remedy(request, buffers),
     ]
     message = (
         f"the tables do not fit: with every row once in the cluster, rank {rank} needs {show_bytes(needed)} and the budget is "
@@ -44,15 +44,15 @@ def infeasible_error(request: PlanRequest, problem: Problem) -> BadInput:
     return BadInput(message, rank=rank, needed=needed, available=available, table=largest, remedies=tuple(remedies))
 
 
-def _hash_remedy(hashed: Callable[[float], tuple[float, float]], ranks: int, room: float, buffers: float) -> list[str]:
+def _hash_remedy(request: PlanRequest, buffers: float) -> list[str]:
     """The largest share of the bytes that fits with hash sizes."""
     for share in HASH_SHARES:
         try:
-            total, loss = hashed(share)
+            total, loss = request.hash_outcome(share)
         except BadInput:  # fewer bytes than one row per table
             break
-        if total / ranks + buffers <= room:
-            takes = f"{show_bytes(total / ranks + buffers)} per GPU, {loss:.1%} of the information of ids lost to collisions"
+        if (size := total / request.topology.world_size + buffers) <= request.budget:
+            takes = f"{show_bytes(size)} per GPU, {loss:.1%} of the information of ids lost to collisions"
             return [f"hash rows by heat to 1/{round(1 / share)} of their bytes with --hash {share:g} ({takes})"]
     return []
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,20 +42,12 @@ class FeatureRows:
     def rows(self) -> int:
         return self.kept + self.shared
 
-    @property
-    def id_map(self) -> dict[str, Any]:
-        """The id map by its numbers; kept ids are the first of the feature's heat."""
-        if not self.kept:
-            return {"hashed": {"rows": self.shared}}
-        return {"pruned": {"kept": self.kept, "fallback": self.shared}}
-
 
 @dataclass(frozen=True)
 class ReducedRows:
     """The rows of all features after a lever."""
 
     features: tuple[FeatureRows, ...]
-    price: float = 0.0  # lookups that one more byte saves from collisions
 
     @property
     def bytes(self) -> float:
@@ -73,16 +65,16 @@ class ReducedRows:
     @property
     def harm(self) -> float:
         """Share of the effects of all lookups lost to collisions."""
-        return self._mean([feature.harm for feature in self.features])
+        return self._mean("harm")
 
     @property
     def fallback(self) -> float:
         """Share of all lookups that use shared rows."""
-        return self._mean([feature.fallback for feature in self.features])
+        return self._mean("fallback")
 
-    def _mean(self, values: Sequence[float]) -> float:
-        lookups = [feature.lookups for feature in self.features]
-        return sum(value * each for value, each in zip(values, lookups, strict=True)) / max(sum(lookups), 1.0)
+    def _mean(self, field: str) -> float:
+        lookups = sum(feature.lookups for feature in self.features)
+        return float(sum(getattr(feature, field) * feature.lookups for feature in self.features) / max(lookups, 1.0))
 
     def __getitem__(self, name: str) -> FeatureRows:
         return next(feature for feature in self.features if feature.name == name)
@@ -129,11 +121,7 @@ class HashSizes:
 
     @classmethod
     def of(
-        cls,
-        curves: Mapping[str, Curve],
-        row_bytes: Mapping[str, float] | float = 1.0,
-        id_bytes: float = ID_BYTES,
-        keep_hot: bool = True,
+        cls, curves: Mapping[str, Curve], row_bytes: Mapping[str, float] | float, id_bytes: float, keep_hot: bool = True
     ) -> HashSizes:
         costs = {name: _FeatureCost(curve, _of(row_bytes, name), id_bytes, keep_hot) for name, curve in curves.items()}
         return cls(costs, {name: cost.hull() for name, cost in costs.items()})
@@ -147,8 +135,8 @@ class HashSizes:
                 "raise the budget, or drop features"
             )
             raise BadInput(message, parameter="budget", available=budget, needed=least)
-        chosen, price = _descend(self.hulls, self.costs, budget)
-        return ReducedRows(tuple(cost.rows(name, *chosen[name]) for name, cost in self.costs.items()), price)
+        chosen = _descend(self.hulls, self.costs, budget)
+        return ReducedRows(tuple(cost.rows(name, chosen[name].kept, chosen[name].shared) for name, cost in self.costs.items()))
 
 
 class _Point(NamedTuple):
@@ -221,23 +209,19 @@ def _slope(here: _Point, there: _Point) -> float:
     return (here.lost - there.lost) / (there.bytes - here.bytes)
 
 
-def _descend(
-    hulls: Mapping[str, list[_Point]], costs: Mapping[str, _FeatureCost], budget: float
-) -> tuple[dict[str, tuple[int, int]], float]:
+def _descend(hulls: Mapping[str, list[_Point]], costs: Mapping[str, _FeatureCost], budget: float) -> dict[str, _Point]:
     """Takes the steps with the largest reduction per byte. Slopes fall along a hull, so all steps are sorted once."""
     at = {name: hull[0] for name, hull in hulls.items()}
     left = budget - sum(point.bytes for point in at.values())
     steps = [(_slope(a, b), name, a, b) for name, hull in hulls.items() for a, b in pairwise(hull)]
-    price = 0.0
-    for slope, name, here, there in sorted(steps, key=lambda step: -step[0]):
+    for _, name, here, there in sorted(steps, key=lambda step: -step[0]):
         if at[name] != here:
             continue  # an earlier step of this feature did not fit
         if there.bytes - here.bytes > left:
-            price = price or slope
             there = _part_of_the_way(costs[name], here, there, left)
         left -= there.bytes - here.bytes
         at[name] = there
-    return {name: (point.kept, point.shared) for name, point in at.items()}, price
+    return at
 
 
 def _part_of_the_way(cost: _FeatureCost, here: _Point, there: _Point, left: float) -> _Point:
@@ -308,7 +292,6 @@ class UnifiedTable:
     dim: int
     precision: str
     first: dict[str, int]
-    rows_before: int
 
 
 @dataclass(frozen=True)
@@ -351,16 +334,12 @@ def unify(columns: Sequence[FeatureColumn], row_bytes: Mapping[str, float] | flo
         name = members[0].name if len(members) == 1 else name
         shares = members[0].space is not None
         sizes = [column.rows for column in members]
-        first = dict.fromkeys((c.name for c in members), 0) if shares else _after_each_other(members)
-        table = UnifiedTable(name, max(sizes) if shares else sum(sizes), dim, precision, first, sum(sizes))
-        saved += (table.rows_before - table.rows) * max(_of(row_bytes, column.name) for column in members)
-        tables.append(table)
+        begins = [0] * len(members) if shares else accumulate(sizes, initial=0)
+        first = {column.name: begin for column, begin in zip(members, begins, strict=False)}
+        rows = max(sizes) if shares else sum(sizes)
+        saved += (sum(sizes) - rows) * max(_of(row_bytes, column.name) for column in members)
+        tables.append(UnifiedTable(name, rows, dim, precision, first))
     return Unified(tuple(tables), saved)
-
-
-def _after_each_other(columns: Sequence[FeatureColumn]) -> dict[str, int]:
-    begins = np.cumsum([0, *(column.rows for column in columns)])
-    return {column.name: int(begin) for column, begin in zip(columns, begins, strict=False)}
 
 
 def _of(value: Mapping[str, float] | float, name: str) -> float:

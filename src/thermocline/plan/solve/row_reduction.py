@@ -15,8 +15,8 @@ import numpy as np
 
 from thermocline.errors import BadInput
 from thermocline.heat.curve import Curve, edges
-from thermocline.heat.profile import HeatProfile
-from thermocline.plan.cost.collisions import harm
+from thermocline.heat.profile import HeatProfile, Ints
+from thermocline.plan.cost.collisions import harm, split_curve
 from thermocline.plan.cost.heat_input import AccessStats, HeatInput, hottest_ids, row_stats
 from thermocline.plan.cost.memory import state_bytes, tier_map_bytes
 from thermocline.plan.cost.step_work import FINE_TABLES
@@ -108,12 +108,13 @@ class RowReducer:
             for kind, next_cut in kinds:
                 before = cut.rows if cut else table.rows
                 if next_cut is not None and next_cut.rows < before:
-                    done.append(self._lever(kind, table, before, next_cut))
+                    detail = f"{next_cut.kept:,} ids have rows of their own, the others share {next_cut.shared:,}"
+                    done.append(_lever(table, before, next_cut, detail, kind, self._map_bytes(table, next_cut.kept)))
                     cut = next_cut
             found = self._stats_after(n, cut, done)
             if found.folded:
                 detail = f"{found.folded:,} ids share {table.rows:,} rows"
-                done = [_hash_lever(table, rows=found.folded, shared=table.rows, detail=detail)]
+                done = [_lever(table, found.folded, RowCut(0, table.rows), detail)]
             tables.append(table if cut is None else table.model_copy(update={"rows": cut.rows}))
             stats.append(found)
             levers.append(tuple(done))
@@ -147,7 +148,7 @@ class RowReducer:
         if options.prune not in self.hash_sizes:
             curves = {}
             for table, ids, most in zip(tables, self.id_stats, kept, strict=True):
-                curve = ids.curve if most is None else _split_curve(ids.curve, most)[0]
+                curve = ids.curve if most is None else split_curve(ids.curve, most)[0]
                 curves[table.name] = curve if len(tables) <= FINE_TABLES else _coarser(curve, COARSE_STEPS)
             maps = 1 if total <= self.budget else self.world_size  # per copy of a row
             self.hash_sizes[options.prune] = HashSizes.of(curves, row_bytes, ID_BYTES * maps)  # a bitmap may be smaller
@@ -169,35 +170,21 @@ class RowReducer:
             span = int(ids_H.max()) - int(ids_H.min()) + 1 if len(ids_H) else 0
         return round(min(ID_BYTES * kept, tier_map_bytes(-(-span // _BLOCK) * _BLOCK)))
 
-    def _lever(self, kind: HashOrPrune, table: TableConfig, rows: int, cut: RowCut) -> Lever:
-        detail = f"{cut.kept:,} ids have rows of their own, the others share {cut.shared:,}"
-        lever = _hash_lever(table, rows=rows, shared=cut.shared, detail=detail)
-        return lever.model_copy(update={"kind": kind, "kept": cut.kept, "map": self._map_bytes(table, cut.kept)})
-
     def _stats_after(self, n: int, cut: RowCut | None, done: Sequence[Lever]) -> AccessStats:
         """The access statistics of the rows of a table."""
         ids = self.id_stats[n]
         if cut is None:
             return row_stats(ids, self.tables.tables[n].rows)
-        kept, others = _split_curve(ids.curve, cut.kept)
+        kept, others = split_curve(ids.curve, cut.kept)
         shared = row_stats(ids._replace(curve=others), cut.shared).curve  # hot ids make hot shared rows
         return ids._replace(curve=_merge_curves([kept, shared]), id_map_bytes=done[-1].map)
 
 
-def _hash_lever(table: TableConfig, rows: int, shared: int, detail: str) -> Lever:
+def _lever(table: TableConfig, rows: int, cut: RowCut, detail: str, kind: HashOrPrune = "hash", map: int = 0) -> Lever:
     """Salted with the table's name, so that tables that hash the same ids do not collide alike."""
-    salt = zlib.crc32(table.name.encode())
-    return Lever(kind="hash", features=table.feature_names, rows=rows, shared=shared, salt=salt, detail=detail)
-
-
-def _split_curve(curve: Curve, rows: float) -> tuple[Curve, Curve]:
-    """The hottest `rows` rows of a curve, and the others."""
-    hot_K = np.clip(rows - (np.cumsum(curve.rows_K) - curve.rows_K), 0.0, curve.rows_K)
-    parts = []
-    for rows_K in (hot_K, curve.rows_K - hot_K):
-        some_K = rows_K > 0
-        parts.append(Curve(rows_K[some_K], (curve.lookups_K * rows_K / curve.rows_K)[some_K]))
-    return parts[0], parts[1]
+    salt, (kept, shared) = zlib.crc32(table.name.encode()), cut
+    features = table.feature_names
+    return Lever(kind=kind, features=features, rows=rows, kept=kept, shared=shared, salt=salt, map=map, detail=detail)
 
 
 def _merge_curves(curves: Sequence[Curve]) -> Curve:
@@ -212,8 +199,7 @@ def _coarser(curve: Curve, steps: int) -> Curve:
     """The same curve with neighbouring steps joined, to at most `steps`."""
     if len(curve.rows_K) <= steps:
         return curve
-    at = np.unique(np.linspace(0, len(curve.rows_K), steps + 1).astype(np.int64))[:-1]
-    return Curve(np.add.reduceat(curve.rows_K, at), np.add.reduceat(curve.lookups_K, at))
+    return _join_steps(curve, np.unique(np.linspace(0, len(curve.rows_K), steps + 1).astype(np.int64))[:-1])
 
 
 # -- unified tables --
@@ -271,5 +257,9 @@ def _rebinned(curve: Curve) -> Curve:
     """Steps of several curves joined to about the steps that one curve of all rows has."""
     before_K = np.cumsum(curve.rows_K) - curve.rows_K
     step_K = np.searchsorted(edges(round(curve.rows)), before_K + 0.5)
-    at = np.flatnonzero(np.diff(step_K, prepend=-1))
+    return _join_steps(curve, np.flatnonzero(np.diff(step_K, prepend=-1)))
+
+
+def _join_steps(curve: Curve, at: Ints) -> Curve:
+    """The same curve with its steps joined from each of the positions `at` to the next."""
     return Curve(np.add.reduceat(curve.rows_K, at), np.add.reduceat(curve.lookups_K, at))

@@ -105,7 +105,6 @@ class Score:
     time: float
     exposed: float  # of a step with prefetch
     hidden: float  # of a step with prefetch
-    prefetch_wait: float  # of both, what a step without prefetch does not have
     bytes_R: Floats
     solution: Solution
 
@@ -183,7 +182,7 @@ def score(problem: Problem, choice: Ints, first: Ints, second: Ints) -> Score:
     exposed = float(problem.fixed.sum() + exposed_T.sum() + load_R.max() + exposed_wait + excess)
     hidden = float(hidden_T.sum() + wait_R.max() + hidden_wait + excess_ids)
     time = float(problem.workload.step(exposed, hidden, float(prefetch_wait)))
-    return Score(time, exposed, hidden, float(prefetch_wait), taken + extra_R, Solution(choice, first, second, rank))
+    return Score(time, exposed, hidden, taken + extra_R, Solution(choice, first, second, rank))
 
 
 def split_off_ids(excess: Floats) -> tuple[Floats, Floats]:

@@ -18,17 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.plan.cost.step_cost import (
-    GRADIENTS,
-    IDS,
-    ROWS,
-    SYNC,
-    Floats,
-    buffer_bytes,
-    bytes_local,
-    bytes_sent,
-    memory_traffic,
-)
+from thermocline.plan.cost import step_cost as C
+from thermocline.plan.cost.step_cost import Floats
 from thermocline.plan.cost.step_work import Grid, Workload, rotation_bytes
 from thermocline.plan.model import Exchange
 
@@ -77,14 +68,14 @@ def prefix_costs(workload: Workload, grid: Grid, option: Option) -> PrefixCosts:
         if tier == 1 and option.plain:
             stored = np.broadcast_to(4 * grid.dim[:, None], wire.shape)
         update = (2 * (grid.row + grid.state) + 4 * grid.dim)[:, None] if trains else 0.0
-        sent = bytes_sent(grid.requested, cluster, tier, option.exchange, wire, gradient)
-        lookup, updating = memory_traffic(grid.requested, cluster, tier, option.exchange, wire, gradient, update)
+        sent = C.bytes_sent(grid.requested, cluster, tier, option.exchange, wire, gradient)
+        lookup, updating = C.memory_traffic(grid.requested, cluster, tier, option.exchange, wire, gradient, update)
         seconds = np.tensordot(cluster.seconds_L, sent, axes=1)
-        late = seconds[ROWS] * (grid.requested.any if trains else 1.0)  # rows that the step before updates
-        exposed = (lookup + updating) / cluster.memory_rate + late + seconds[GRADIENTS] + seconds[SYNC]
-        hidden = seconds[IDS] + seconds[ROWS] - late
+        late = seconds[C.ROWS] * (grid.requested.any if trains else 1.0)  # rows that the step before updates
+        exposed = (lookup + updating) / cluster.memory_rate + late + seconds[C.GRADIENTS] + seconds[C.SYNC]
+        hidden = seconds[C.IDS] + seconds[C.ROWS] - late
         rotation = rotation_bytes(cluster.world_size) if tier == 3 else 0
-        buffers = buffer_bytes(sent, bytes_local(grid.requested, cluster, tier, option.exchange, wire, gradient))
+        buffers = C.buffer_bytes(sent, C.bytes_local(grid.requested, cluster, tier, option.exchange, wire, gradient))
         if tier == 3 and cluster.host_rate:
             looked_up, updated = grid.over_host(cluster)
             exposed = exposed + (looked_up + updated * trains) / cluster.host_rate
