@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from pydantic import ValidationError
 
@@ -31,6 +33,12 @@ def contradicts(*location: str | int) -> Callable[[BaseException], bool]:
         return location in [place for cause in causes if isinstance(cause, Contradiction) for place, _ in cause.problems]
 
     return check
+
+
+def drawn_calls(figure: str, path: str) -> list[str]:
+    """`file:function` of the calls that a figure of docs/pictures draws on a path, from top to bottom."""
+    drawn = ElementTree.parse(Path(__file__).parents[1] / "docs" / "pictures" / f"{figure}.svg")
+    return [str(text.text) for text in drawn.iter() if path in text.get("data-path", "").split()]
 
 
 def module_arguments(**keywords: Any) -> dict[str, Any]:
