@@ -193,7 +193,7 @@ def test_rows_that_overflowed_in_torchs_packer_are_refused():
 
 
 @pytest.mark.parametrize("bits", [4, 2])
-def test_the_negative_scales_that_torch_gives_constant_rows_are_refused_or_quantized_again(bits, monkeypatch):
+def test_torchs_negative_scales_of_constant_rows_are_refused_or_quantized_again(bits, monkeypatch):
     monkeypatch.setattr(fused, "_BLOCK_BYTES", 100)  # several blocks of rows
     values_ND = rows(63, 1).expand(63, 8).contiguous()
     values_ND[7] = rows(1, 8, seed=1)
