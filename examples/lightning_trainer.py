@@ -1,4 +1,4 @@
-"""Lightning's Trainer around a model with rows of ours: nothing to adapt. Needs `pip install lightning`.
+"""Lightning's Trainer with thermocline tables: nothing to adapt. Needs `pip install lightning`.
 
 python examples/lightning_trainer.py
 """

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
+
+from pydantic import ValidationError
 
 from thermocline import RowConfig
+from thermocline.plan.io import Contradiction
 
 
 def has(**fields: Any) -> Callable[[BaseException], bool]:
@@ -17,6 +22,23 @@ def has(**fields: Any) -> Callable[[BaseException], bool]:
 def mentions(*words: str) -> Callable[[BaseException], bool]:
     """For errors of torch without fields: the message has these names or numbers, in whatever sentence."""
     return lambda error: all(word in str(error) for word in words)
+
+
+def contradicts(*location: str | int) -> Callable[[BaseException], bool]:
+    """For pydantic's `ValidationError`: fields that are valid alone contradict each other at this location."""
+
+    def check(error: BaseException) -> bool:
+        assert isinstance(error, ValidationError)
+        causes = [details.get("ctx", {}).get("error") for details in error.errors()]
+        return location in [place for cause in causes if isinstance(cause, Contradiction) for place, _ in cause.problems]
+
+    return check
+
+
+def drawn_calls(figure: str, path: str) -> list[str]:
+    """`file:function` of the calls that a figure of docs/pictures draws on a path, from top to bottom."""
+    drawn = ElementTree.parse(Path(__file__).parents[1] / "docs" / "pictures" / f"{figure}.svg")
+    return [str(text.text) for text in drawn.iter() if path in text.get("data-path", "").split()]
 
 
 def module_arguments(**keywords: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import thermocline
+from support import has
 from thermocline._lazy import homes
 
 PUBLIC = homes("thermocline")
@@ -72,7 +73,7 @@ def test_every_name_of_a_folder_can_be_loaded(folder):
 
 
 def test_a_misspelt_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="Embeding"):
+    with pytest.raises(AttributeError, check=has(name="Embeding")):
         _ = thermocline.Embeding
 
 

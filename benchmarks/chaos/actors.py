@@ -1,4 +1,4 @@
-"""Who does what to a server in the chaos benchmark, all in one event loop."""
+"""Clients and faults of the chaos benchmark, all in one event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Rows = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Chains:
-    """Two versions of a model, each a chain of saves; and what every save has in every row."""
+    """Two versions of a model, each a chain of saves, with the expected rows of every save."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,7 +49,7 @@ class Chains:
             self.train(number)
 
     def train(self, number: str) -> None:
-        """Change some rows, and save what changed. Expected rows are known before anybody can be served them."""
+        """Change some rows and save them incrementally. Expected rows are recorded before the server can load them."""
         module = self._modules[number]
         ids = torch.randint(0, ROWS, (512, len(TABLES)), generator=self._draw)
         module(ids).values().square().sum().backward()
@@ -61,7 +61,7 @@ class Chains:
 
 
 class Actors:
-    """The clients and what they saw."""
+    """The clients, the faults, and counts of what the clients received."""
 
     def __init__(self, http: str, address: str, chains: Chains) -> None:
         self._http, self._address, self._chains = http, address, chains
@@ -121,7 +121,7 @@ class Actors:
             self.unexpected[f"{what}: {code}: {error.details()[:200]}"] += 1
 
     async def _overload(self) -> None:
-        """Now and then, more than the queue takes."""
+        """Send bursts that exceed the queue."""
         draw = random.Random(77)
         while True:
             await asyncio.sleep(3)
@@ -174,7 +174,7 @@ class Actors:
         return cards
 
     async def _kill(self) -> None:
-        """Kill a card, and wait until another process stands for it."""
+        """Kill a shard, and wait until another process replaces it."""
         while True:
             await asyncio.sleep(self._draw.uniform(1, 4))
             card = self._draw.choice(await asyncio.to_thread(self._cards))
@@ -213,11 +213,11 @@ class Actors:
             self.deltas += 1
 
     async def settle(self) -> None:
-        """After all of it, all cards are there and the server answers as if nothing had been."""
+        """Wait until all shards are up and the server answers correctly."""
         end = time.monotonic() + 60
         while self.recovered < self.kills and time.monotonic() < end:
             if all(card["ready"] for card in await asyncio.to_thread(self._cards)):
-                self.recovered += 1  # the one that was killed last: nobody waited for it
+                self.recovered += 1  # the last killed shard: `_kill` did not wait for it
                 break
             await asyncio.sleep(0.1)
         async with grpc.aio.insecure_channel(self._address, options=OPTIONS) as channel:

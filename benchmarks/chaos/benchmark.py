@@ -1,14 +1,14 @@
-"""`python -m benchmarks chaos`: a real server, four cards, and everything that can go wrong with them at the same time.
+"""`python -m benchmarks chaos`: a real server with four shards, and many faults at the same time.
 
-For so many minutes clients ask for rows of two tables and compare every answer with what the version that it names has, while
+For some minutes clients request rows of two tables and compare every response with the version that it names, while
 
-    cards are killed (-9)                      versions are switched             rows change under incremental saves
-    bursts of large requests overload it       malformed requests come           memory and descriptors are watched
+    shards are killed (-9)                     versions are switched             incremental saves change rows
+    bursts of requests overload the server     malformed requests arrive         memory and descriptors are sampled
 
-    chaos/wrong        answers that are of no version          chaos/mixed       answers of more than one
-    chaos/unexpected   errors that nobody should get           chaos/crashes     of the front end
-    chaos/malformed    requests tried, of 100,000              chaos/memory      of the front end: middle third over last
-    chaos/recovered    cards that came back, of those killed
+    chaos/wrong        responses of no version                 chaos/mixed       responses of several versions
+    chaos/unexpected   errors without a fault                  chaos/crashes     crashes of the front end
+    chaos/malformed    requests sent, of 100,000               chaos/memory      of the front end: middle third over last
+    chaos/recovered    shards that came back, of those killed
 
 `actors.py` has the clients and the faults.
 """
@@ -36,7 +36,7 @@ _READY = re.compile(r"ready: http://(\S+)  grpc (\S+)")
 
 
 class ChaosServer:
-    """The process, and where it listens."""
+    """The server's process and its addresses."""
 
     def __init__(self, folder: Path, log: Path) -> None:
         start = "import sys; sys.argv[0] = 'thermocline'; from thermocline.cli import main; main()"
@@ -60,7 +60,7 @@ class ChaosServer:
         return self.process.poll() is None
 
     def memory(self) -> int:
-        """Bytes of its own: what it shares with cards is theirs."""
+        """Private bytes of the front end; memory shared with shards is not counted."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * sum(int(number) for number in re.findall(r"^RssAnon:\s+(\d+)", text, re.MULTILINE))
 
@@ -77,7 +77,7 @@ class ChaosServer:
 
 
 def run(minutes: float = 10.0, progress: Callable[[int, int, str], None] = lambda done, total, what: None) -> dict[str, Any]:
-    """Let everything happen for so many minutes, and record what came of it."""
+    """Run clients and faults for some minutes, and record the result."""
     recorder = Recorder("chaos", lambda line: None, judged=minutes >= 10)
     with tempfile.TemporaryDirectory() as folder:
         chains = Chains(Path(folder) / "models")

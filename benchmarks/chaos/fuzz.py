@@ -18,7 +18,7 @@ _TYPES = ("INT64", "INT32", "FP32", "FP64", "BYTES", "BF16", "BOOL", "int64", ""
 
 
 def spoiled_grpc(draw: random.Random, good: bytes) -> bytes:
-    """A ModelInferRequest that most likely is none."""
+    """Corrupted bytes of a ModelInferRequest."""
     return draw.choice(_GRPC)(draw, good)
 
 
@@ -38,13 +38,13 @@ def _noise(draw: random.Random, good: bytes) -> bytes:
 
 
 def _repeat(draw: random.Random, good: bytes) -> bytes:
-    """Fields twice, or a part of them inside others."""
+    """Repeat fields, or nest some inside others."""
     at, end = sorted(draw.randrange(len(good)) for _ in range(2))
     return draw.choice((good + good, good[:at] + good[at:end] * draw.choice((2, 5)) + good[end:]))
 
 
 def _odd_fields(draw: random.Random, good: bytes) -> bytes:
-    """A message that is well-formed and says nonsense."""
+    """A well-formed message with invalid values."""
     message = schema.ModelInferRequest.FromString(good)
     tensor = message.inputs[0]
     what = draw.randrange(7)
@@ -74,7 +74,7 @@ _GRPC: tuple[Callable[[random.Random, bytes], bytes], ...] = (_cut, _flip, _nois
 
 
 def spoiled_http(draw: random.Random, model: str, feature: str) -> bytes:
-    """The bytes of an HTTP request that most likely is none, or asks for nonsense."""
+    """Corrupted bytes of an HTTP request, or a request with invalid values."""
     body = json.dumps(_spoiled_json(draw, feature)).encode()
     if draw.random() < 0.2:
         body = body[: draw.randrange(len(body) + 1)]

@@ -1,9 +1,9 @@
 """How fast checkpoints are written and read, next to torch.save and torch.distributed.checkpoint (DCP) of the same arrays.
 
-All write to the same disk in turn, so that a busy machine is busy for all, and all make what they wrote last: DCP calls fsync
-for each of its files by itself, torch.save is given one here, ours does so for files and folders. Ours also computes a sha256
-of every byte, and compares it when it loads; the others compute nothing. Loading fills the module that is there. The cache of
-the disk holds the files for everybody. The first round, in which memory and disk are used for the first time, does not count.
+Contenders write to the same disk in turn, so that other load affects all of them, and all call fsync: DCP for each of its
+files, this benchmark for torch.save, Thermocline for files and folders. Thermocline also computes a sha256 of every byte and
+verifies it on loading; the others compute no checksums. Loading fills an existing module. The page cache holds the files of all
+contenders. The first round, which allocates memory and disk space, does not count.
 
     save/dcp, load/dcp, save/torch, load/torch    seconds, ours and the peer's
     async/stall      longest of: the call of save_async, and what a step took longer than usual; as a share of a save that

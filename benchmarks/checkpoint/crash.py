@@ -288,7 +288,7 @@ def _commit(notes: Path, step: int, rank: int) -> None:
 
 
 def _codes(arena: Arena) -> list[Tensor]:
-    """Codes by table, without those that are stale: of a row that was changed in its slot nobody reads them, and a save in the
+    """Codes by table, without stale ones: the codes of a row that was changed in its slot are not read, and a save in the
     background may have seen it leave."""
     rows_S = Cache(*arena.cache).rows if arena.cache else torch.zeros(0, dtype=torch.int64)
     stale_K = rows_S[(rows_S != F.EMPTY) & (rows_S & F.DIRTY != 0)] & ~F.DIRTY

@@ -1,17 +1,17 @@
-"""What the exchange benchmark compares, and the plan of each.
+"""Arms of the exchange benchmark, and their plans.
 
-    P0     row-wise over all cards, every lookup travels; fp32
-    P1     row-wise, a card asks once for a row; fp32
-    P2     row-wise, a node asks once for a row; fp32
+    P0     row-wise over all ranks, every lookup is exchanged; fp32
+    P1     row-wise, a rank requests each row once; fp32
+    P2     row-wise, a node requests each row once; fp32
     P1q    as P1, with int8 rows and bf16 gradients
-    P1o    the same rows, but those who own them pool: one sum a sequence and card travels, and one gradient
-    P3     what `make_plan` chooses, with int8 rows and bf16 gradients, in no more bytes than P1
+    P1o    as P1q, pooled by owners: one sum and one gradient per sequence and rank are exchanged
+    P3     the plan of `make_plan`, with int8 rows and bf16 gradients, in at most the bytes of P1
     P3x    the same with fp32 gradients: exact
-    P3f    the same with fp32 rows too: tiers alone, in no more bytes than P1
-    P3r    as P3 with replicas whether they pay or not: rows that a node asks for in every other step, once a node
-    P3c    the same rows on every card
+    P3f    the same with fp32 rows, too: tiers alone, in at most the bytes of P1
+    P3r    as P3 with forced replicas: rows that a node requests in every other step, once a node
+    P3c    the same rows on every rank
 
-All are plans that the same runtime carries out.
+The same runtime carries out all plans.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BEST = "best"  # of all plans
 
 @dataclass(frozen=True)
 class ExchangeArm:
-    """One way to place and to exchange rows. `every`: every lookup travels, not every distinct row."""
+    """A placement and exchange of rows. `every`: exchange every lookup, not every distinct row."""
 
     name: str
     placement: str  # of `candidates.plain` or `copied`, or BEST
@@ -60,7 +60,7 @@ BY_NAME = {arm.name: arm for arm in ARMS}
 
 @dataclass(frozen=True)
 class Setting:
-    """What all arms of a comparison share: the table, the batch, the dense part, heat and links."""
+    """Shared by all arms of a comparison: the table, the batch, the dense part, heat and links."""
 
     rows: int
     batch: int
@@ -70,7 +70,7 @@ class Setting:
     topology: Topology
 
     def plan(self, arm: ExchangeArm) -> Plan:
-        """What an arm carries out; one that is chosen takes no more bytes of a card than rows in fp32, each once."""
+        """The plan of an arm. A plan of `make_plan` takes at most the bytes of fp32 rows stored once."""
         tables = self._tables(arm.precision, "sum" if arm.pooled else "none")
         if arm.placement != BEST:
             return make_baseline_plan(arm.placement, tables, self.heat, self.topology, arm.gradients)

@@ -45,7 +45,7 @@ Job = dict[str, Any]
 
 
 class Scale(NamedTuple):
-    """How fast and how long a log is measured. Batches of the logs differ by a factor of twenty, so do these: P0 takes about a
+    """Link rate and number of steps for a log. Both scale with the batch, which differs by a factor of twenty: P0 takes about a
     second and more, so that links, not processes, bound a step; the dense part takes about a tenth of it."""
 
     rate: float  # bytes a second and card between nodes, at 1/9
@@ -68,7 +68,7 @@ LIMIT = 300.0  # seconds without a finished job after which ranks are given up
 
 @dataclass(frozen=True)
 class ClusterCase:
-    """A cluster and a ratio of its links, and what is measured there."""
+    """A cluster, a ratio of its links, and the jobs to measure."""
 
     nodes: int
     cards: int
@@ -90,7 +90,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What is to be measured. `data`: the folder of real logs."""
+    """All jobs of the benchmark. `data`: the folder of real logs."""
 
     data: Path | None = None
     only: Sequence[str] = ()  # parts of the names of jobs, all of which a job must have
@@ -100,7 +100,7 @@ class ExchangePlan:
     topology: Topology | None = None  # taken for measured, whatever the cluster
 
     def jobs(self) -> list[Job]:
-        """All runs, in an order in which links change seldom."""
+        """All runs, ordered so that links change seldom."""
         found = []
         for case in self.cases:
             for log in case.logs:
@@ -162,7 +162,7 @@ def _without_peer(jobs: list[Job], peer_python: str | os.PathLike[str] | None, r
 
 
 def _prepare(plan: ExchangePlan, folder: Path, names: set[str], recorder: record.Recorder) -> set[str]:
-    """Put logs where ranks find them; returns those that are not there."""
+    """Write logs for the ranks; returns the missing ones."""
     missing = set()
     for name in exchange_logs.LOGS:
         if name in names:
@@ -214,7 +214,7 @@ class ClusterRun(NamedTuple):
 
 
 def _free_port(net: Net) -> int:
-    """The first of a few ports that nobody uses: in namespaces nobody uses any."""
+    """The first free port of a few; in a fresh namespace all are free."""
     if net.owner:
         return 20_000
     with socket.socket() as free:
@@ -224,7 +224,7 @@ def _free_port(net: Net) -> int:
 
 @contextmanager
 def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """The process that forks the ranks, in a session of its own; all of it has ended when this ends."""
+    """The process that forks the ranks, in its own session; the session ends with this context."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -236,7 +236,7 @@ def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def _watch(process: subprocess.Popen[str], out: Path, report: Callable[[], None]) -> str:
-    """Wait until the ranks have ended, or nothing has come for long. What was wrong, "" if nothing."""
+    """Wait until the ranks end or stop reporting. Returns the failure, or ""."""
     said: list[str] = []
     assert process.stderr is not None
     threading.Thread(target=said.extend, args=(process.stderr,), daemon=True).start()
@@ -257,7 +257,7 @@ def _watch(process: subprocess.Popen[str], out: Path, report: Callable[[], None]
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """SIGTERM ends this process as Ctrl-C does, so that nothing stays behind."""
+    """SIGTERM ends this process as Ctrl-C does, so that all processes are cleaned up."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

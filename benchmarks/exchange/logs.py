@@ -1,13 +1,13 @@
-"""The logs that exchanges are measured on, as sequences of rows: heat of the first half, batches of the second.
+"""Logs of the exchange benchmark, as sequences of rows: heat from the first half, batches from the second.
 
     globo      at the end of each session, the articles that its user has clicked within 48 hours, at most the last 128
     retail     baskets, in their order
-    gowalla    the places of a user, at most 128; users shuffled, for they have no order
+    gowalla    the places of a user, at most 128; users shuffled, because they have no order
     zipf-1.05  sequences of 128 out of 1,000,000 rows by Zipf's law, the rows in random order
     zipf-1.2   likewise
 
 A sequence is a sample; a rank takes 256 of them in a step, the ranks one after the other. Steps are spread over the second
-half, for the hours of a day differ. Histories reach back 48 hours, or they would be as long as the log had lasted by then.
+half, because the hours of a day differ. Histories are limited to 48 hours; otherwise they would grow with the log.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class SequenceLog(NamedTuple):
     second: Sequences
 
     def heat(self, batch: int, cards: int) -> HeatProfile:
-        """What the first half tells."""
+        """Heat of the first half."""
         return profile_batches([{TABLE: tuple(self.first)}], samples=self.first.samples, batch=batch, cards_per_node=cards)
 
     def save(self, folder: Path, name: str, batch: int, cards: int) -> None:
-        """Put it where ranks find it: the heat of the first half, and the second half."""
+        """Write the heat of the first half, and the second half, for the ranks."""
         self.heat(batch, cards).save(folder / f"{name}.tc")
         np.savez(folder / f"{name}.npz", rows=self.rows, values_N=self.second.values_N, offsets=self.second.offsets)
 

@@ -7,7 +7,7 @@
 Processes of one node talk over its `lo`, those of two nodes over their `eth0`. `tc tbf` holds `eth0` in both directions to the
 rate of all cards of the node together, and `lo` likewise: on two cores, loopback is faster than the processes that use it, and
 what is to be measured are links. Frames are of 9,000 bytes, as in data centres; queues are deep, so nothing is lost. TCP takes
-long waits in a queue for losses, and would send frames again that are only late, so it is told to be patient.
+long queueing delays for losses and would retransmit late frames, so its timeouts are raised.
 
 Only root may make namespaces. Their names have the process that made them, so what a killed run left is recognised by the next
 one, and removed. Deleting a namespace deletes its links.
@@ -52,14 +52,14 @@ class Counted(NamedTuple):
 
 
 class Net(NamedTuple):
-    """Namespaces of so many nodes of so many cards each, by the process that made them; `owner` 0: none, loopback instead."""
+    """Namespaces of nodes, named after the process that made them; `owner` 0: no namespaces, loopback instead."""
 
     owner: int
     nodes: int
     cards: int
 
     def enter(self, node: int) -> None:
-        """Bring this process, and the threads it starts from now on, to a node."""
+        """Move this process, and its future threads, to a node."""
         if not self.owner:
             return
         with open(f"/run/netns/{self._name(node)}", "rb") as file:
@@ -67,13 +67,13 @@ class Net(NamedTuple):
                 raise OSError(ctypes.get_errno(), f"could not enter network namespace {self._name(node)}")
 
     def environment(self) -> dict[str, str]:
-        """Where processes find each other."""
+        """Environment variables of the rendezvous."""
         if not self.owner:
             return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         return {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": "eth0"}
 
     def shape(self, node_rate: float, cluster_rate: float) -> None:
-        """Hold the links to so many bytes a second and card, inside of nodes and between them."""
+        """Limit the links to bytes per second and rank, inside nodes and between them."""
         for node in range(self.nodes if self.owner else 0):
             for where, device, rate in (
                 (self._name(node), "lo", node_rate),
@@ -108,7 +108,7 @@ class Net(NamedTuple):
 
 @contextmanager
 def cluster(nodes: int, cards: int) -> Iterator[Net]:
-    """Nodes for as long as this lasts; over loopback where `why_not` has a reason."""
+    """Context with the nodes of a cluster; over loopback if `why_not` returns a reason."""
     if why_not():
         yield Net(0, nodes, cards)
         return
@@ -122,7 +122,7 @@ def cluster(nodes: int, cards: int) -> Iterator[Net]:
 
 
 def why_not() -> str:
-    """What stands in the way of namespaces; nothing if "" is returned."""
+    """The reason why namespaces cannot be made, or ""."""
     if os.geteuid() != 0:
         return "only root may make network namespaces"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -130,7 +130,7 @@ def why_not() -> str:
 
 
 def sweep() -> None:
-    """Remove what runs that are no longer alive have left."""
+    """Remove namespaces of runs that have ended."""
     for owner in {owner for owner, _ in _found() if not Path(f"/proc/{owner}").exists()}:
         remove(owner)
 
@@ -159,7 +159,7 @@ def sent_again() -> int:
 
 
 def _found() -> list[tuple[int, str]]:
-    """(the process that made it, name) of every namespace of ours."""
+    """(owner process, name) of every namespace of this benchmark."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     names = [line.split()[0] for line in listed.splitlines() if line.strip()]
     return [(int(match[1]), name) for name in names if (match := re.fullmatch(rf"{_PREFIX}-(\d+)-\w+", name))]

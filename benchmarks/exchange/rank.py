@@ -52,7 +52,7 @@ class ShardedModel(nn.Module):
 
 
 class Rank:
-    """This process, and what it knows of the others."""
+    """This process and its process groups."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.given, self.logs = given, Path(given["logs"])
@@ -69,7 +69,7 @@ class Rank:
             for n, job in enumerate(self.given["jobs"]):
                 if self.rank == 0 and links != (links := job["links"]):
                     self.net.shape(*job["rates"])
-                # Every job its own, because groups have threads. They meet in a file: any port could be somebody's.
+                # One process group per job, because groups have threads. The rendezvous is a file: any port could be taken.
                 meeting = f"file://{self.given['meetings']}/{n}"
                 dist.init_process_group("gloo", meeting, TIMEOUT, self.ranks, self.rank)
                 result = self.measure(job)
@@ -124,7 +124,7 @@ class Rank:
         return found | measured | _result(sharding, run) | {"alone": alone, "exposed": measured["step"] - alone, "check": lines}
 
     def plan(self, job: Job, arm: ExchangeArm, rows: int, heat: HeatProfile, dense: float) -> Plan:
-        """Made by the first rank, for all."""
+        """The first rank makes the plan and broadcasts it."""
         told: list[Any] = [None]
         if self.rank == 0:
             setting = Setting(rows, self.given["batch"], dense, job["dense"] / 2, heat, self.topologies[job["links"]])
@@ -134,13 +134,13 @@ class Rank:
 
 
 def without_overlap(plan: Plan, uses: RowKinds) -> float:
-    """Seconds of a step if nothing were hidden: without the exchanges that only a batch makes which comes ahead."""
+    """Seconds of a step without overlap, which has no exchanges of prefetched batches."""
     more = prefetch_latency(Cluster.of(plan.topology), uses) if plan.step.overlaps else 0.0
     return sum(plan.step.parts.values()) - more
 
 
 def _result(sharding: Sharding, run: MeasuredRun) -> dict[str, Any]:
-    """Bytes that one card sends in a step, the mean of the cards, and how even they are."""
+    """Bytes that a rank sends in a step, the mean over ranks, and their balance."""
     sent = sharding.groups.all_gather(_by_link(sharding))
     waited = sharding.waited()
     return {

@@ -12,9 +12,9 @@
     2x2/1in9/globo/balance                  bytes of the card that sends most over the mean, P3
     2x2/1in9/globo/memory                   bytes of all cards against P0's
     2x2/1in9/globo/counters/cluster         bytes of the meter against the kernel's, all headers taken off, all arms together
-    2x2/1in9/globo/check/P3/traffic         how far what the plan predicted is off, over what it may be
+    2x2/1in9/globo/check/P3/traffic         error of the plan's prediction over its tolerance
 
-What is asked is a `ratio` of at least so much: "down by 85%" is 1 / 0.15.
+Targets are minimum values of `ratio`: "down by 85%" is 1 / 0.15.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AT_MOST = "asked at most"
 
 
 def write(recorder: Recorder, jobs: Sequence[Job]) -> None:
-    """All rows: what each run measured, and what it is worth against the others of its log and cluster."""
+    """All rows: the measurements of each run, and comparisons with the other runs of its log and cluster."""
     groups: dict[str, dict[str, Job]] = {}
     for job in jobs:
         if "error" in job:
@@ -91,7 +91,7 @@ def _row(recorder: Recorder, case: str, ours: float, unit: str, peer: str, their
 
 
 def _against(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
-    """P3 against everything else."""
+    """P3 against all other arms."""
     best = arms["P3"]
     for peer in (arm for arm in ("P0", "P1", "P2", "P1q", *REPLICAS, "torchrec") if arm in arms):
         other = arms[peer]
@@ -115,7 +115,7 @@ def _against(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
 
 
 def _exact(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
-    """The exact mode against the best exact one without tiers."""
+    """The exact arm with tiers against the best exact arm without."""
     if "P3x" in arms and "P2" in arms:
         ours, theirs = arms["P3x"], arms["P2"]
         _row(recorder, f"{name}/exact/bytes-vs-P2", between(ours), "bytes", "P2", between(theirs))
@@ -124,7 +124,7 @@ def _exact(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
 
 
 def _owners(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
-    """Sums that owners pool against rows that those who ask pool."""
+    """Pooling by owners against pooling by requesters."""
     if APART in arms.get("P1o", {}) and APART in arms.get("P1q", {}):
         ours, theirs = arms["P1o"], arms["P1q"]
         _row(recorder, f"{name}/owners/bytes-vs-P1q", between(ours), "bytes", "P1q", between(theirs))
@@ -154,7 +154,7 @@ def _sound(recorder: Recorder, name: str, arms: Mapping[str, Job]) -> None:
 
 
 def _again(runs: Sequence[Job]) -> int | None:
-    """Segments that TCP sent again; None where not every run counted them, for a sum of the others would read as all."""
+    """Segments that TCP retransmitted; None unless every run counted them."""
     return sum(run["again"] for run in runs) if all("again" in run for run in runs) else None
 
 

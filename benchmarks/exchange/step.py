@@ -99,7 +99,7 @@ class Dense(nn.Module):
         self.layers = nn.Sequential(nn.Linear(dim, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
 
     def below(self) -> Tensor:
-        """What needs no rows."""
+        """The part before the lookup."""
         context_D: Tensor = _Wait.apply(self.context, self.seconds)  # type: ignore[no-untyped-call]
         return context_D
 
@@ -113,7 +113,7 @@ class Dense(nn.Module):
         return loss
 
     def alone(self, batches: Sequence[Input]) -> float:
-        """Seconds of the dense part of a step by itself, on all ranks at once, as if rows were at hand: it computes a little
+        """Seconds of the dense part alone, on all ranks at once, with rows that are already there: it computes a little
         besides waiting."""
         dist.barrier()
         seconds = []
@@ -129,7 +129,7 @@ class Dense(nn.Module):
 
 
 class Steps:
-    """Steps of one job on this rank. `look_up` gets the rows of a batch; `ahead` is told before that which one will follow;
+    """Steps of one job on this rank. `look_up` gets the rows of a batch; `ahead` gets the next batch before that;
     `meet` waits for all ranks."""
 
     def __init__(
@@ -156,7 +156,7 @@ class Steps:
         return {"step": float(seconds)}
 
     def run(self, batches: Sequence[Input]) -> dict[str, Any]:
-        """What all ranks measured in these steps, one after the other."""
+        """Measurements of all ranks in these steps, without overlap between steps."""
         before, seconds = self._kernel(), []
         self.clock.seconds = dict.fromkeys(self.clock.seconds, 0.0)
         for batch in batches:
@@ -180,7 +180,7 @@ class Steps:
         loss.backward()
 
     def _kernel(self) -> dict[str, Counted]:
-        """What the node's interfaces have sent, and TCP again; the first rank of the node tells. Nobody sends meanwhile: ranks
+        """Bytes that the node's interfaces sent, and TCP's retransmissions, on its first rank. No rank sends meanwhile: ranks
         meet before and after it, and not over the network."""
         self.meet()
         found = {}
@@ -192,7 +192,7 @@ class Steps:
 
 
 def _gathered(everyone: list[Any], steps: int) -> dict[str, Any]:
-    """What all ranks measured, in numbers of one card and step, the mean of the cards."""
+    """Measurements of all ranks: per step, the mean over ranks."""
     slowest_S = np.max([each[0] for each in everyone], axis=0)  # a step is as long as the slowest rank takes
     kernel = {}
     for link in ("node", "cluster"):
@@ -228,7 +228,7 @@ def load_batches(folder: Path, job: Job, rank: int, ranks: int, batch: int) -> t
 
 
 def fork_ranks(task: Path, run: Callable[[dict[str, Any]], None]) -> int:
-    """A process for each card, on its node, that runs what the task says: torch is loaded once for all. The exit status."""
+    """Fork one process per rank on its node, which runs the task; torch is loaded once. Returns the exit status."""
     given = json.loads(task.read_text(encoding="utf-8"))
     net = Net(*given["net"])
     given["meet"] = multiprocessing.get_context("fork").Barrier(net.nodes * net.cards, timeout=TIMEOUT.total_seconds()).wait
@@ -261,6 +261,6 @@ def _forked(rank: int, net: Net, given: dict[str, Any], run: Callable[[dict[str,
 
 
 def add_line(path: str, result: Job) -> None:
-    """Keep what is finished."""
+    """Append a finished job to the file."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(result) + "\n")

@@ -1,7 +1,7 @@
 """One rank of the exchange benchmark with TorchRec: its row-wise `EmbeddingCollection`, rows in fp32.
 
-Every lookup travels, as in P0: its option to look each id of a rank up once (`use_index_dedup`) needs an operator of FBGEMM,
-`jagged_unique_indices`, that has no form for CPUs.
+Every lookup is exchanged, as in P0: `use_index_dedup`, which looks up each id of a rank once, needs FBGEMM's operator
+`jagged_unique_indices`, which has no CPU implementation.
 """
 
 # mypy: ignore-errors
@@ -33,7 +33,7 @@ DIM, TABLE = 128, "item"
 
 
 class TorchRecModel(nn.Module):
-    """The same as ours."""
+    """The model of `rank.py` with TorchRec's tables."""
 
     def __init__(self, rows: int, net: Net, dense: float) -> None:
         super().__init__()

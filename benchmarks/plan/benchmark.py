@@ -7,9 +7,9 @@
     heat/globo_clicks_first80      profiling a Parquet log while counts are exact, against a bare pyarrow scan and count
     balance/...                    see `balance.py`
 
-The first plan is bound by memory; those that growth is measured with are not. Growth is told in CPU seconds, which neighbours
-on the machine disturb less. A row's `ratio` is what is asked over what was measured, so 1 and more is good, except for `heat`,
-where it is pyarrow's time over ours.
+The first plan is bound by memory; the plans of the growth rows are not. Growth is in CPU seconds, which depend less on other
+load. A row's `ratio` is the target over the measurement, so 1 and more is good, except for `heat`, where it is pyarrow's time
+over ours.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ def _read(path: Path | None) -> dict[Key, RunResult]:
     try:
         results = [RunResult(**json.loads(line)) for line in text.splitlines()]
     except (ValueError, TypeError) as error:
-        raise FormatError(f"'{path}' is not a file of runs: {error}; move it away, or use another --json") from None
+        message = f"'{path}' is not a file of runs: {error}; move it away, or use another --json"
+        raise FormatError(message, path=path) from None
     return {result.key: result for result in results}
 
 

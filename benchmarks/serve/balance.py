@@ -1,11 +1,11 @@
-"""How evenly cards share the lookups of real logs: maximum over mean, in the worst window of 10,240 lookups a card.
+"""Balance of shards on real logs: maximum over mean lookups, in the worst window of 10,240 lookups per shard.
 
-    balance/globo_clicks_first80/8/plan     heat of the whole log, as a plan that is made of it has; copies of the hottest rows
+    balance/globo_clicks_first80/8/plan     split by the heat of the whole log; copies of the hottest rows
                                             add at most a tenth to the bytes
     balance/globo_clicks_first80/8/later    the second half of the log, split by the heat of the first
-    balance/globo_clicks_first80/8/hash     and `range` and `feature`: splits that know no heat
+    balance/globo_clicks_first80/8/hash     also `range` and `feature`: splits without heat
 
-Every lookup counts for the card whose memory it reads: nothing is taken together that a kernel would read twice. A log is a
+A lookup counts for the shard whose memory it reads; repeated reads count repeatedly. A log is a
 model: each of its columns is a table. Copies are read in turn, by the position of a lookup in its batch.
 """
 
@@ -77,7 +77,7 @@ def by_heat(log: LookupLog, seen: Sequence[Rows]) -> tuple[list[TableSplit], flo
 
 
 def windows(splits: Sequence[TableSplit], tables: Sequence[Rows]) -> list[float]:
-    """Maximum over mean of the lookups of cards, in each window of all tables together."""
+    """Maximum over mean of the lookups of shards, in each window, all tables together."""
     total = sum(map(len, tables))
     count = total // (WINDOW * CARDS)
     found = []
@@ -90,7 +90,7 @@ def windows(splits: Sequence[TableSplit], tables: Sequence[Rows]) -> list[float]
 
 
 def served(split: TableSplit, rows_N: Rows) -> NDArray[np.float64]:
-    """Lookups that each card answers."""
+    """Lookups of each shard."""
     card_N, _ = split.owner_and_place(rows_N)
     copied_N = np.isin(rows_N, split.copied_H)
     card_N = np.where(copied_N, np.arange(len(rows_N)) % CARDS, card_N)

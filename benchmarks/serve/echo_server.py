@@ -1,7 +1,6 @@
-"""An echo server of the same gRPC library: it answers every request with the same bytes, as many as the lookup would have.
-What a Python server can do at most.
+"""An echo server on the same gRPC library: an upper bound for a Python server. Every response has the size of a lookup's.
 
-    python serve_echo.py PORT IDS DIM
+python echo_server.py PORT IDS DIM
 """
 
 from __future__ import annotations

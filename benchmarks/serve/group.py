@@ -1,9 +1,9 @@
-"""Requests through a group of cards on a CPU, one at a time: 2, 4 and 8 cards against one.
+"""Requests through a group of shards on a CPU, one at a time: 2, 4 and 8 shards against one.
 
-    group/cpu/64/4/p50      64 ids of a table of 1M rows x 64, fp32, not pooled; what a client inside the process waits
+    group/cpu/64/4/p50      64 ids of a table of 1M rows x 64, fp32, not pooled; latency of a client in the same process
     group/cpu/2048/4/p99    2,048 ids
 
-A row's ratio is the time with one card over the time with several.
+A row's ratio is the time with one shard over the time with several.
 """
 
 from __future__ import annotations

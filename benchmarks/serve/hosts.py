@@ -1,8 +1,8 @@
-"""Cards on two hosts against the same cards on one: what a round trip adds, and the bytes that move.
+"""Shards on two hosts against the same shards on one host: the cost of a round trip, and the bytes between hosts.
 
-    hosts/2x2/64/p50      64 ids of a table of 1M rows x 64, fp32, not pooled; two hosts of two cards each
+    hosts/2x2/64/p50      64 ids of a table of 1M rows x 64, fp32, not pooled; two hosts of two shards each
     hosts/2x2/2048/p99    2,048 ids
-    hosts/2x2/64/bytes    that move between hosts for a request, against those of its rows in fp32
+    hosts/2x2/64/bytes    bytes between hosts for a request, against those of its rows in fp32
 
 A host is a network namespace, its link held to 10 Gbit/s (`exchange/network.py`); only root can make them. Half of the rows
 lie on the other host. Answers are compared with the table's before anything is timed. A row's ratio is one host's time over
@@ -98,12 +98,12 @@ def _measured(net: Net, folder: str, rows: int, cases: list[int]) -> Any:
 
 
 def front(folder: str, rows: str, *cases: str) -> None:
-    """What runs on the first host."""
+    """The process on the first host."""
     print(json.dumps({ids: measure(folder, int(rows), int(ids)) for ids in cases}))
 
 
 def measure(folder: str, rows: int, ids: int) -> dict[str, float]:
-    """Milliseconds of a request, and bytes that it moves between hosts."""
+    """Milliseconds of a request, and its bytes between hosts."""
     from benchmarks.runner.timing import cpu_chunk, interleave
     from thermocline.serve.remote.remote_hosts import connect_remote_hosts
     from thermocline.serve.tables.shard_group import ShardGroup

@@ -1,6 +1,6 @@
 """KServe's SDK as a server of one table, as its documentation shows a custom model; runs in an environment of its own.
 
-python serve_kserve.py PORT TABLE.npy
+python kserve_server.py PORT TABLE.npy
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The levers, end to end: one trained model, its checkpoint made smaller in several ways, each served and asked.
+"""The levers, end to end: one trained model, its checkpoint reduced in several ways, each one served and queried.
 
     levers/fp32       a DLRM as it was trained, a table for each of 26 features
     levers/int8       its rows in another precision, as `checkpoint convert` writes them; also int4
-    levers/pruned     rows of ids that the training part had at most once are one row, their mean
+    levers/pruned     ids seen at most once in training share one row, their mean
     levers/unified    the tables one after the other in one
     levers/all        int4, pruned and unified
 
-`ours` are the bytes of rows on the cards and of id maps; the ratio is that of fp32's bytes. `auc` is that of the test part by
-the scores of `rank`, asked over gRPC, `lookups_per_s` what one client gets of `tables`, both from four cards.
+`ours` is the bytes of rows and id maps on the shards; the ratio is fp32's bytes over these. `auc` is the AUC of the test part
+by the scores of `rank` over gRPC; `lookups_per_s` is the rate of one client of `tables`. Both are served by four shards.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ARMS = (
 
 
 def run(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, progress: Callable[[int, int, str], None]) -> None:
-    """Train once, and serve every arm that is wanted; fp32 in any case, which the others are compared with."""
+    """Train once, and serve every wanted arm, and fp32 as the baseline."""
     arms = [arm for arm in ARMS if wanted(f"levers/{arm.name}")]
     if not arms:
         return
@@ -174,7 +174,7 @@ def _auc(ask: Callable[..., bytes], settings: DLRMSettings) -> float:
 
 
 def _rate(ask: Callable[..., bytes], settings: DLRMSettings, seconds: float) -> float:
-    """Lookups that one client gets answered in a second: ids of the test part, as they come."""
+    """Lookups per second of one client, with ids of the test part in order."""
     batches = [batch for _, batch in zip(range(32), settings.logs()[1].batches(IDS), strict=False)]
     inputs = [_inputs(batch) for batch in batches]
     requests = [_request("tables", {name: each for name, each in one.items() if name != "dense"}) for one in inputs]

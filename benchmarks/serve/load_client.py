@@ -1,10 +1,10 @@
-"""Clients over the network, in a process of their own: each asks again as soon as it is answered, for so many seconds.
+"""Clients over the network, in their own process. Each sends its next request when a response arrives.
 
     {"address": ..., "pid": of the server, "clients": 8, "seconds": 3, "ids": 64, "rows": 1000000, "feature": "t"}
 
-goes in as JSON, what was measured comes out. Requests are serialized beforehand and answers are not read, so that the clients
-take as little as can be of a processor that they share with the server. What counts is the processor time of the server
-and of all its children, not the clock: the same machine runs both.
+is the input as JSON; the output is the measurement. Requests are serialized beforehand and responses are not parsed, so that
+clients take little of the processor that they share with the server. The benchmark measures the processor time of the server
+and its children, not the clock, because one machine runs both.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def measure(job: dict[str, Any]) -> dict[str, float]:
-    """Requests of each second of the server's processor time, and what clients waited."""
+    """Requests per second of the server's processor time, and latencies of the clients."""
     asked, _ = requests(job["ids"], job["rows"], job["feature"])
     waits: list[float] = []
     stop = False

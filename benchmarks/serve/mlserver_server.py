@@ -1,6 +1,6 @@
 """MLServer as a server of one table, as its documentation shows a custom runtime; runs in an environment of its own.
 
-    python serve_mlserver.py PORT TABLE.npy
+    python mlserver_server.py PORT TABLE.npy
 
 Without worker processes: with them a request is pickled over to another process and back, which takes longer.
 """

@@ -1,14 +1,14 @@
 """Network part of the serve benchmark: the server on a CPU against other Python servers of the same protocol.
 
-    network/64/CLIENTS/kserve        requests of a second of the server's processor time, over KServe's
+    network/64/CLIENTS/kserve        requests per second of the server's processor time, over KServe's
     network/64/CLIENTS/kserve/p99    KServe's p99 over ours
-    network/2048/CLIENTS/echo        the same over an echo server's: what the gRPC library leaves us of itself
-    network/cards/CARDS/p50, p99     one card's over that of several, through the server, one client
+    network/2048/CLIENTS/echo        the same over an echo server's: the share that is left by the gRPC library
+    network/cards/CARDS/p50, p99     one shard's latency over that of several, through the server, one client
 
-One table of 1M x 64 fp32, ids drawn evenly, every server alone with the same clients (`load_client.py`), servers in turn, the
-median of rounds, 15 s after all are ready: what a server does once (ours moves its rows to large pages) is not what it costs to
-run. Every server's answers are compared with the table before any is timed. A peer runs in an environment of its
-own; one that is not there is recorded as absent.
+One table of 1M x 64 fp32 with uniform ids. Servers run in turn, each alone with the same clients (`load_client.py`). Results
+are medians of rounds. Rounds start 15 s after readiness, so that work at the start, such as moving rows to huge pages, is not
+measured. Responses of every server are compared with the table first. A peer runs in its own environment; a missing one is
+recorded as absent.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RunningServer:
         self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
     def wait(self, check: Callable[[str], None]) -> None:
-        """Until it answers what `check` accepts."""
+        """Wait for a response that `check` accepts."""
         end, last = time.monotonic() + START_S, ""
         while time.monotonic() < end and self.process.poll() is None:
             try:
@@ -180,7 +180,7 @@ def race(
     effort: LoadBudget,
     recorder: Recorder,
 ) -> dict[str, list[Result]]:
-    """What every contender measured, round by round; a contender that cannot run has nothing."""
+    """Measurements of every contender by round; empty for a contender that cannot run."""
     found: dict[str, list[Result]] = {contender.name: [] for contender in contenders}
     with tempfile.TemporaryDirectory() as folder, _started(contenders, Path(folder)) as running:
         for one in list(running):
@@ -207,7 +207,7 @@ def _started(contenders: Sequence[ServerContender], folder: Path) -> Iterator[li
 
 
 def _check(address: str, table: np.ndarray[Any, np.dtype[np.float32]], ids: int, exact: bool) -> None:
-    """Compare answers with the table; OSError while nobody answers."""
+    """Compare responses with the table; OSError while the server does not respond."""
     import grpc
 
     from benchmarks.serve.load_client import METHOD, OPTIONS, requests

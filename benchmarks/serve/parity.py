@@ -1,12 +1,12 @@
-"""Lookups in tables of a fixed total size, on one card and split over 2, 4 and 8: what the table of base pointers costs.
+"""Lookups in tables of a fixed total size, on one shard and split over 2, 4 and 8: the cost of the table of base pointers.
 
-    parity/cuda/B/zipf/int8/4/allocations    four cards on one GPU, each an allocation of its own
+    parity/cuda/B/zipf/int8/4/allocations    four shards on one GPU, each in its own allocation
     parity/cuda/B/zipf/int8/4/processes      the same, each in the memory of another process (CUDA IPC)
     parity/cpu/8x1M/zipf/int8/4/allocations  shared memory
 
-No link between cards is crossed: this is the overhead of the pointers. One card is the faster of two: a plain lookup, which
-knows no cards at all, and the same kernel with one card. Answers are compared with the plain lookup before anything is timed,
-and all contenders are timed in turn. A row's ratio is the time on one card over the time on several.
+No link between GPUs is crossed: this is the overhead of the pointers. The time on one shard is the faster of two: a plain
+lookup without shards, and the same kernel with one shard. Results are compared with the plain lookup before anything is timed.
+All contenders are timed in turn. A row's ratio is the time on one shard over the time on several.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CHUNK = 1 << 20
 
 
 class Call(NamedTuple):
-    """What one lookup takes."""
+    """Arguments of one lookup."""
 
     ids: Tensor
     offsets: Tensor  # as a plain lookup takes them
@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
 
 class Opponents(NamedTuple):
-    """What all races of one shape and precision share: the tables, a card that has all of them, lookups by kind of ids."""
+    """Shared by all races of one shape and precision: the tables, one shard with all of them, lookups by kind of ids."""
 
     shape: Shape
     precision: str
@@ -114,7 +114,7 @@ def _race(recorder: Recorder, field: Opponents, memory: str, cases: dict[tuple[s
 def _raced(
     arena: Arena, ones: TableVersion, version: TableVersion, shape: Shape, calls: Sequence[Call], effort: TimingBudget
 ) -> dict[str, Times]:  # fmt: skip
-    """Times of all contenders, whose answers are alike."""
+    """Times of all contenders, after a comparison of their results."""
     mode = "sum" if shape.pooled else "none"
     contenders: dict[str, Callable[[Call], Tensor]] = {
         PLAIN: lambda call: lookup(arena, call.ids, call.offsets, mode=mode),
@@ -133,7 +133,7 @@ def _add(recorder: Recorder, case: str, times: dict[str, Times]) -> None:
 
 
 def _check(contenders: dict[str, Callable[[Call], Tensor]], call: Call) -> None:
-    """Every contender gives the answers of the plain lookup."""
+    """Compare every contender with the plain lookup."""
     asked = contenders[PLAIN](call)
     for name, run in contenders.items():
         if not torch.allclose(run(call), asked, rtol=1e-5, atol=1e-5):
@@ -172,7 +172,7 @@ def _arranged(shape: Shape, precision: str, cards: int, device: str) -> ShardLay
 def _placed(
     arena: Arena, shape: Shape, precision: str, cards: int, device: str, given: Sequence[Tensor] | None
 ) -> TableVersion:  # fmt: skip
-    """The rows of an arena on cards; in memory that is given, or in allocations of their own."""
+    """The rows of an arena on shards, in given memory or in their own allocations."""
     layout = _arranged(shape, precision, cards, device)
     memory = [SharedSegment(size) for size in layout.sizes_S] if device == "cpu" else []
     if given is None:
@@ -204,7 +204,7 @@ def _memory(size: int, device: str) -> Tensor:
 def _segments(
     counts: Sequence[int], shape: Shape, precision: str, device: str, memory: str
 ) -> Iterator[dict[int, list[Tensor]]]:  # fmt: skip
-    """By number of cards, memory of other processes, or none: then cards are allocations of this one.
+    """Memory of other processes by number of shards; without it, shards are allocations of this process.
 
     Processes take seconds to start, so each owns a segment of every race that it is in.
     """
@@ -233,7 +233,7 @@ def _segments(
 
 
 def _own(number: int, sizes: dict[int, int], lent: Any, done: Any) -> None:
-    """A process that owns the memory of a card, for each number of cards, and lends it."""
+    """A process that owns and shares the memory of a shard, for each number of shards."""
     segments = {cards: torch.empty(size, dtype=torch.uint8, device="cuda") for cards, size in sizes.items()}
     for cards, segment in segments.items():
         lent.put(((cards, number), segment))

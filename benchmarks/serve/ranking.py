@@ -1,9 +1,9 @@
-"""One user and N candidates: a request that shares what candidates share, against the same model fed N pairs.
+"""One user and N candidates: a request that computes the user's part once, against the same model with N pairs.
 
     rank/dlrm/1000        26 features, 20 of the user and 6 of a candidate, 13 dense numbers of the user
-    rank/sequence/1000    a history of 50 items; fed pairs, it is looked up and encoded for each
+    rank/sequence/1000    a history of 50 items; with pairs, looked up and encoded for each
 
-Both are answered from the same cards, lookups included, in one process. Scores are compared before anything is timed.
+Both use the same shards, lookups included, in one process. Scores are compared before anything is timed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""From a checkpoint to cards that are ready: bytes a second, against copying the same files from beginning to end.
+"""From a checkpoint to ready shards: bytes per second, against a sequential copy of the same files.
 
-    start/cpu/int8/4      processes started, checksums verified, rows in the memory of four cards, kernels warm
-    start/cpu/int8/4/load the same without checksums and with cards that run: what reading and putting rows in place take
+    start/cpu/int8/4      processes started, checksums verified, rows in the memory of four shards, kernels warm
+    start/cpu/int8/4/load the same without checksums and with running shards: reading and placing rows
 
-Files are in the page cache for both: it is the rate of this program that is measured, and a disk is slower. The sequential rate
-is that of a copy of the memory-mapped files into fresh shared memory, in one thread, which is the least that any loader does;
-`read` is the rate of reading them into one small buffer again and again, which keeps nothing, and `sha256` that of checksums
-in one thread. `terabyte_s` is what 1 TB would take at the rate measured.
+Files are in the page cache for both: this measures the program, not the disk. The sequential rate is that of a copy of the
+memory-mapped files into fresh shared memory in one thread, the minimum for any loader. `read` is the rate of reading the files
+into one small buffer, and `sha256` the rate of checksums in one thread. `terabyte_s` is the time for 1 TB at the measured rate.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def _read(folder: Path) -> None:
 
 
 def _copy(folder: Path) -> float:
-    """Seconds until all files are in memory; giving it back is not counted, here and in `_start`."""
+    """Seconds until all files are in memory; freeing it is not counted, here and in `_start`."""
     start, kept = time.perf_counter(), []
     for path in sorted(folder.rglob("*.safetensors")):
         file = np.memmap(path, np.uint8, "r")
@@ -94,7 +93,7 @@ def _digest(folder: Path) -> None:
 
 
 def _load(folder: str, cards: int) -> float:
-    """Seconds to put rows in place, with cards that run already and without checksums."""
+    """Seconds to place rows, with running shards and without checksums."""
     source, supervisor = CheckpointSource(folder), Supervisor(cards)
     try:
         layout = make_layout(source.tables, source.splits(cards, "hash", None, None), records=True)

@@ -65,7 +65,8 @@ def read(path: Path) -> Lookups:
     names = set(file.schema_arrow.names)
     columns = next((columns for columns in _COLUMNS if names.issuperset(columns)), None)
     if columns is None:
-        raise FormatError(f"'{path}' has the columns {sorted(names)}; a log has C1 to C26, or item and user")
+        message = f"'{path}' has the columns {sorted(names)}; a log has C1 to C26, or item and user"
+        raise FormatError(message, path=path, columns=sorted(names))
     table = file.read(list(columns))
     found = [np.unique(table[name].fill_null(0).to_numpy(), return_inverse=True) for name in columns]
     rows_BF = torch.from_numpy(np.stack([rows_B for _, rows_B in found], axis=1).astype(np.int64))

@@ -1,12 +1,12 @@
 """The errors that Thermocline raises on purpose.
 
     ThermoclineError
-    └── BadInput              an argument that cannot be right (also a ValueError)
+    └── BadInput              an invalid argument (also a ValueError)
         ├── IdOutOfRange      an id that its table has no row for
         ├── BadGradient       a gradient that would turn a row into NaN or Inf
         └── FormatError       a file or buffer that is not what it claims to be
 
-Whoever catches `ValueError` catches every mistake of a caller. Broken promises of our own code are `assert`s instead.
+Every mistake of a caller is a `ValueError`. Internal invariants are `assert`s.
 A message names the numbers that disagree and the way out.
 """
 
@@ -20,9 +20,9 @@ class ThermoclineError(Exception):
 
 
 class BadInput(ThermoclineError, ValueError):
-    """An argument that cannot be right: wrong dtype, device, shape or value.
+    """An invalid argument: wrong dtype, device, shape or value.
 
-    Keyword arguments become attributes, so that programs (and tests) read fields instead of sentences:
+    Keyword arguments become attributes, so that programs and tests read fields instead of sentences:
 
         raise BadInput("cache is 2.0; a share of the rows is a float in [0, 1]", parameter="cache", value=2.0)
 
@@ -51,10 +51,10 @@ def _restore(kind: type[BadInput], args: tuple[Any, ...], fields: dict[str, Any]
 
 
 class IdOutOfRange(BadInput):
-    """An id that its table has no row for. The numbers are attributes too, so that a layer above can name what has them.
+    """An id that its table has no row for.
 
-    `position` counts the ids of all features, one feature after another. Those of this one begin at `first`, which is known on
-    a CPU: what a GPU tells is read when its batch may be gone. A feature with a name is told where its own ids are wrong.
+    `position` counts the ids of all features, one feature after another. The ids of this feature begin at `first`, which is
+    None on a GPU: its errors are read when the batch may be gone. With `name` and `first`, the message counts from `first`.
     """
 
     def __init__(

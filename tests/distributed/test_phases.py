@@ -78,7 +78,7 @@ def test_one_node_and_nodes_of_one_card_do_too(on_ranks, nodes, cards, plan):
         check(on_ranks, nodes, cards, plan, PLANS[plan][2], ahead)
 
 
-def test_one_card_waits_for_nobody():
+def test_one_rank_does_not_wait():
     assert not list(exchange_phases(RowKinds(flat=True, first=True, slots=True), 1, 1))
 
 

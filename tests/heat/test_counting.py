@@ -192,19 +192,19 @@ def test_batches_come_in_every_form():
 
 
 @pytest.mark.parametrize(
-    "batches, words, fields",
+    "batches, fields",
     [
-        ([], "batch", {"parameter": "batches"}),
-        ([{"a": np.zeros(3)}], "float64", {"table": "a"}),
-        ([{"a": np.zeros((1, 1, 1), int)}], "3-D", {"table": "a"}),
-        ([{"a": (np.zeros(3, int), np.array([0, 2]))}], "0 to 2", {"table": "a"}),
-        ([{"a": (np.zeros(3, int), np.array([0, 3, 2, 3]))}], "3", {"table": "a"}),
-        ([{"a": np.zeros(3, int), "b": np.zeros(2, int)}], "a: 3, b: 2", {"parameter": "batches"}),
-        ([{"a": np.zeros(3, int)}, {"b": np.zeros(3, int)}], "b: 3", {"parameter": "batches"}),
+        ([], {"parameter": "batches"}),
+        ([{"a": np.zeros(3)}], {"table": "a", "value": "float64"}),
+        ([{"a": np.zeros((1, 1, 1), int)}], {"table": "a", "value": 3}),
+        ([{"a": (np.zeros(3, int), np.array([0, 2]))}], {"table": "a", "value": [0, 2], "needed": 3}),
+        ([{"a": (np.zeros(3, int), np.array([0, 3, 2, 3]))}], {"table": "a", "value": [0, 3, 2, 3], "needed": 3}),
+        ([{"a": np.zeros(3, int), "b": np.zeros(2, int)}], {"parameter": "batches", "value": {"a": 3, "b": 2}}),
+        ([{"a": np.zeros(3, int)}, {"b": np.zeros(3, int)}], {"parameter": "batches", "value": {"b": 3}}),
     ],
 )
-def test_bad_batches_are_refused_with_their_numbers(batches, words, fields):
-    with pytest.raises(BadInput, match=words, check=has(**fields)):
+def test_bad_batches_are_refused_with_their_numbers(batches, fields):
+    with pytest.raises(BadInput, check=has(**fields)):
         profile_batches(batches)
 
 

@@ -196,12 +196,14 @@ def test_a_process_that_dies_goes_on_from_the_last_state_it_kept(tmp_path, monke
     path, output = log(tmp_path / "log.parquet"), tmp_path / "heat.tc"
     seen = []
 
+    failure = RuntimeError("the machine stops")
+
     def die(done, total, what):
         seen.append(done)
         if done > 2_000 and len(seen) < 6:
-            raise RuntimeError("lights out")
+            raise failure
 
-    with pytest.raises(RuntimeError, match="lights out"):
+    with pytest.raises(RuntimeError, check=lambda error: error is failure):
         profile_files([path], ["user"], output=output, report=die)
     died = seen[-1]
     profile_files([path], ["user"], output=output, report=lambda done, total, what: seen.append(done) or None)
@@ -218,31 +220,40 @@ def test_other_columns_begin_anew(tmp_path, small_chunks):
 
 def test_bad_logs_are_refused_with_the_way_out(tmp_path):
     path = log(tmp_path / "log.parquet")
-    with pytest.raises(BadInput, match="user, bag, rating", check=has(parameter="columns", value=["itm"])):
+    columns = ("user", "bag", "rating")
+    with pytest.raises(BadInput, check=has(parameter="columns", value=["itm"], available=columns)):
         profile_files([path], ["itm"])
-    with pytest.raises(FormatError, match="double", check=has(column="rating")):
+    with pytest.raises(FormatError, check=has(column="rating", value="double")):
         profile_files([path], ["rating"])
-    with pytest.raises(BadInput, match="user, bag, rating", check=has(parameter="columns")):
+    with pytest.raises(BadInput, check=has(parameter="columns", available=columns)):
         profile_files([path])
     with pytest.raises(BadInput, check=has(parameter="columns", value=["user"])):
         profile_files([path], ["user", "user"])
-    with pytest.raises(BadInput, match="Parquet"):
+    with pytest.raises(BadInput, check=has(path=str(tmp_path / "none.parquet"))):
         profile_files([tmp_path / "none.parquet"], ["user"])
     with pytest.raises(BadInput, check=has(parameter="paths")):
         profile_files([], ["user"])
     with pytest.raises(BadInput, check=has(parameter="paths")):
         profile_files([write(tmp_path / "empty.parquet", {"user": np.zeros(0, int)})], ["user"])
-    for name, content, words in [
-        ("zero.parquet", b"", "is empty"),
-        ("text.parquet", b"not Parquet at all", "Parquet"),
-        ("cut.csv.gz", gzip.compress(b"user,item\n" + b"1,2\n" * 99)[:30], "cut"),
-        ("float.csv", b"user,item\n1.5,2\n", "CSV"),
-        ("short.tsv", b"1\t2\t3\n", "Criteo"),
-        ("hex.tsv", ("1\t" + "\t".join(["1"] * 13 + ["xyz"] * 26) + "\n").encode(), "hexadecimal"),
-        ("long.tsv", ("1\t" + "\t".join(["1"] * 13 + ["123456789"] * 26) + "\n").encode(), "hexadecimal"),
+    for name, content, fields in [
+        ("zero.parquet", b"", {"size": 0}),
+        ("text.parquet", b"not Parquet at all", {"expected": "parquet"}),
+        ("cut.csv.gz", gzip.compress(b"user,item\n" + b"1,2\n" * 99)[:30], {}),
+        ("float.csv", b"user,item\n1.5,2\n", {"expected": "csv"}),
+        ("short.tsv", b"1\t2\t3\n", {"expected": "tsv"}),
+        (
+            "hex.tsv",
+            ("1\t" + "\t".join(["1"] * 13 + ["xyz"] * 26) + "\n").encode(),
+            {"column": "C1", "expected": "hexadecimal"},
+        ),
+        (
+            "long.tsv",
+            ("1\t" + "\t".join(["1"] * 13 + ["123456789"] * 26) + "\n").encode(),
+            {"column": "C1", "expected": "hexadecimal"},
+        ),
     ]:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(FormatError, match=words, check=has(path=str(tmp_path / name))):
+        with pytest.raises(FormatError, check=has(path=str(tmp_path / name), **fields)):
             profile_files([tmp_path / name], ["user"] if "csv" in name else [])
 
 

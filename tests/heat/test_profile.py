@@ -143,7 +143,7 @@ def test_files_that_are_not_heat_are_refused(tmp_path):
 
 
 def test_an_unknown_table_is_named_with_those_there_are():
-    with pytest.raises(BadInput, match="item", check=has(table="itm")):
+    with pytest.raises(BadInput, check=has(table="itm", available=["item"])):
         _ = HeatProfile({"item": exact([1])})["itm"]
 
 

@@ -55,7 +55,7 @@ def test_a_bag_collection_returns_what_torchrec_returns(pooling):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_drop_in_takes_more_features_in_any_order_and_weights_only_where_they_count(weighted):
+def test_the_drop_in_takes_more_features_in_any_order_and_weights_where_they_count(weighted):
     theirs = bags(weighted=weighted)
     ours = KeyedCollection(theirs, rows=FP32)
     given = batch(("other", "bought", "shop", "user", "clicked"), weighted=True)

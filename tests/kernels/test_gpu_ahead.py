@@ -96,7 +96,7 @@ def test_a_batch_that_changed_since_it_was_prefetched_is_sorted_anew(
     assert same(staged.made, plain.made)
 
 
-def test_a_buffer_that_is_refilled_past_autograd_is_updated_with_its_newestbatch_of(
+def test_a_buffer_refilled_past_autograd_is_updated_with_its_newest_ids(
     make_arena: Make, make_lookup: Make, make_training: Make, on: On, monkeypatch
 ):
     arena = make_arena([(50, 4, "int8"), (50, 4, "int8")], slots=[3, 2])
@@ -115,7 +115,7 @@ def test_a_buffer_that_is_refilled_past_autograd_is_updated_with_its_newestbatch
 
 
 @pytest.mark.parametrize("between", [0, 2])
-def test_a_buffer_that_was_sorted_alone_and_is_refilled_is_not_updated_with_what_it_held(
+def test_a_refilled_buffer_that_was_sorted_alone_is_not_updated_with_its_old_ids(
     between, make_arena: Make, make_lookup: Make, make_training: Make, on: On
 ):
     """Prefetched alone and never trained, and then with others, or not, two prefetches later."""

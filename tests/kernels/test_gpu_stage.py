@@ -11,6 +11,7 @@ import pytest
 import torch
 from staged import FEATURES, SLOTS, TABLES, Make, On, Run, batch_of, same
 
+from support import mentions
 from thermocline import formats as F
 from thermocline.kernels.gather import gpu as gather
 from thermocline.kernels.gpu.launch import INTERPRETED
@@ -298,5 +299,5 @@ def test_a_copy_of_the_arrays_is_refused(make_arena: Make, make_lookup: Make, ma
     arena = make_arena([(50, 4, "int8")], slots=[3])
     run, lookup = Run(on(make_training(arena, F.SGD)), (30,)), on(make_lookup(arena, 2, 2))
     run.made.meta = run.made.meta.clone()
-    with pytest.raises(RuntimeError, match="copy of its arrays"):
+    with pytest.raises(RuntimeError, check=mentions("torch.compile", "inductor")):
         run.forward(lookup, F.SUM)

@@ -119,7 +119,7 @@ def test_raw_ids_become_rows_by_the_map_of_the_table():
     assert torch.equal(one, other)
 
 
-def test_a_checkpoint_tells_how_many_heads_there_are_and_one_without_them_still_loads():
+def test_a_checkpoint_states_its_heads_and_one_without_them_still_loads():
     one, other, wrong = (Encoder(DIM, LENGTH, 1, heads) for heads in (2, 2, 4))
     rows = torch.randn(3, 5, DIM)
     saved = one.state_dict()

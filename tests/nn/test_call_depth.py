@@ -1,4 +1,4 @@
-"""A lookup reaches its kernel in at most five Python calls, on CPU and GPU; `docs/how_it_works.md` lists them."""
+"""A lookup reaches its kernel in at most five Python calls, on CPU and GPU; `docs/pictures/forward.svg` shows them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import thermocline as tc
+from support import drawn_calls
 from thermocline.kernels import dispatch
 from thermocline.kernels.cpu.compile import Kernel
 from thermocline.kernels.gather import gpu as gather_gpu
 from thermocline.kernels.gpu import launch
 
 MOST = 5
+PACKAGE = Path(tc.__file__).parent
 IDS = torch.tensor([[1, 2], [3, 1]])
 KINDS = ["EmbeddingBag", "Embedding", "EmbeddingCollection"]
 
@@ -36,7 +38,8 @@ def calls_between(run: Callable[[], Any], first: Any, last: Any) -> list[str]:
             return
         names, at = [], frame.f_back
         while at is not None and at.f_code is not first.__code__:
-            names.append(f"{Path(at.f_code.co_filename).name}:{at.f_code.co_name}")
+            file = Path(at.f_code.co_filename)
+            names.append(f"{file.relative_to(PACKAGE) if file.is_relative_to(PACKAGE) else file}:{at.f_code.co_name}")
             at = at.f_back
         if at is not None:
             found.append(names[::-1])
@@ -55,8 +58,10 @@ def calls_between(run: Callable[[], Any], first: Any, last: Any) -> list[str]:
 def test_five_calls_from_forward_to_a_cpu_kernel(kind, trains):
     module = _module(kind).train(trains)
     names = calls_between(lambda: module(IDS), type(module).forward, Kernel.__call__)
-    assert names == ["rows_module.py:look_up", "ops.py:lookup", "cpu.py:gather_pool", "threads.py:run", "cpu.py:task"]
-    assert len(names) <= MOST
+    assert [name.rpartition("/")[2] for name in names] == [
+        "rows_module.py:look_up", "ops.py:lookup", "cpu.py:gather_pool", "threads.py:run", "cpu.py:task",
+    ]  # fmt: skip
+    assert names == drawn_calls("forward", "cpu") and len(names) <= MOST
 
 
 def test_five_calls_to_a_cpu_kernel_with_deferred_updates():
@@ -71,4 +76,5 @@ def test_five_calls_from_forward_to_a_triton_launch(kind, trains, monkeypatch):
     module = _module(kind).to(device).train(trains)
     monkeypatch.setattr(dispatch, "implementation_for", lambda *_: gather_gpu)
     names = calls_between(lambda: module(IDS.to(device)), type(module).forward, launch.launch)
-    assert names == ["rows_module.py:look_up", "ops.py:lookup", "gpu.py:gather_pool"] and len(names) < MOST
+    assert [name.rpartition("/")[2] for name in names] == ["rows_module.py:look_up", "ops.py:lookup", "gpu.py:gather_pool"]
+    assert [*names, "kernels/gpu/launch.py:launch"] == drawn_calls("forward", "gpu") and len(names) < MOST

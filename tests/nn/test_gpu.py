@@ -278,7 +278,7 @@ def test_copies_saves_and_moves_find_prefetched_rows(delay):
     assert_same(held(ahead.cpu()), held(plain))
 
 
-def test_nobody_gets_the_memory_of_a_dropped_module_before_its_updates_are_done():
+def test_memory_of_a_dropped_module_is_not_reused_before_its_updates_are_done():
     module, ids = host_bag("lru", "int8", cache=0.0), thrashing_batches(1)[0]
     module(ids).sum().backward()  # compiles
     torch.cuda.synchronize()

@@ -54,7 +54,7 @@ def test_a_collection_is_warmed_by_feature_or_by_table_through_its_id_maps():
     assert held[first[3] + kept(torch.tensor([10**12]))].all()
 
 
-def test_a_sketched_table_warms_with_its_heavy_hitters_and_predicts_no_more_than_their_share():
+def test_a_sketched_table_warms_with_heavy_hitters_and_predicts_at_most_their_share():
     whole = profile_batches([{"item": IDS}])["item"]
     parts = {name: getattr(whole, name) for name in ("samples", "lookups", "lengths_L", "bags_L")}
     heat = TableHeat("item", distinct=4, exact=False, ids_H=whole.ids_H[:2], counts_H=whole.counts_H[:2], slack=20,

@@ -117,7 +117,7 @@ def small_batch(size: int, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("precision, cache", [("int8", 0.2), ("int4", 0.4), ("fp32", 0.0)])
-def test_a_unified_table_equals_separate_ones_from_the_first_value_to_the_last_update(precision, cache):
+def test_a_unified_table_equals_separate_ones_from_first_value_to_last_update(precision, cache):
     torch.manual_seed(7)
     apart = tc.EmbeddingCollection([*SMALL, LARGE], rows=tc.RowConfig(precision, cache=cache))
     torch.manual_seed(7)
@@ -213,7 +213,7 @@ def test_a_state_with_another_map_is_refused_by_name_and_nothing_changes(strict)
 
 def test_a_state_without_maps_lacks_them_and_plain_weights_need_none():
     module = tc.EmbeddingCollection(tables(True), rows=tc.RowConfig("fp32"))
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "ids"'):
+    with pytest.raises(RuntimeError, check=mentions("Missing key", '"ids"')):
         module.load_state_dict(tc.EmbeddingCollection(tables(False), rows=tc.RowConfig("fp32")).state_dict())
     weights = {f"{name}.weight": torch.randn(rows, 6) for name, rows in ROWS.items()}
     module.load_state_dict(weights)

@@ -102,9 +102,9 @@ def test_states_that_do_not_fit_are_refused_with_their_numbers():
         bag(optimizer=tc.Adagrad(lr=0.1)).load_state_dict(bag().state_dict())
     saved = bag().state_dict()
     del saved["meta"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*meta"):
+    with pytest.raises(RuntimeError, check=mentions("Missing key", "meta")):
         bag().load_state_dict(saved)
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*bias"):
+    with pytest.raises(RuntimeError, check=mentions("Unexpected key", "bias")):
         bag().load_state_dict({**bag().state_dict(), "bias": torch.zeros(1)})
     bag().load_state_dict({}, strict=False)
 

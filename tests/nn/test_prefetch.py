@@ -148,7 +148,7 @@ def test_a_buffer_that_is_refilled_past_autograd_has_the_rows_of_its_newest_batc
             out.sum().backward()
 
 
-def test_nobody_gets_the_memory_of_prefetched_ids_before_their_forward(monkeypatch):
+def test_memory_of_prefetched_ids_is_not_reused_before_their_forward(monkeypatch):
     Seen(monkeypatch)
     module, values = two_tables(), torch.arange(5)
     memory = StorageWeakRef(values.untyped_storage())
@@ -232,7 +232,7 @@ class Keyed:
 
 
 @pytest.mark.parametrize("what", ["inference", "new offsets", "another order"])
-def test_rows_arrive_for_batches_of_which_nobody_knows_whether_they_changed(what, monkeypatch):
+def test_rows_arrive_for_batches_that_may_have_changed(what, monkeypatch):
     seen, module = Seen(monkeypatch), two_tables().eval()
     with torch.inference_mode(what == "inference"):
         values = torch.arange(5)
@@ -301,7 +301,7 @@ def test_a_loop_prefetches_the_rows_of_three_batches_together(module, batches, i
     assert arrivals == [0, 0, 0, 0, 0, 0, 1], "rows of the others were there when more were asked for"
 
 
-def test_rows_arrive_with_the_first_batch_of_those_that_came_together_whichever_it_is(monkeypatch):
+def test_rows_arrive_with_the_first_batch_of_a_joint_prefetch_whichever_it_is(monkeypatch):
     seen, module, batches = Seen(monkeypatch), two_tables(), [both(ids_of((5,), n)) for n in range(3)]
     for first in (2, 0, 1):
         module.prefetch_rows(*(module.prefetch_request(batch) for batch in batches))

@@ -34,7 +34,7 @@ def new_model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("dense", [lambda m: m[1].parameters(), lambda m: m.parameters()], ids=["dense part", "all parameters"])
-def test_rows_are_unscaled_once_whoever_steps_the_optimizer_that_has_them(dense):
+def test_rows_are_unscaled_once_by_any_optimizer_that_has_them(dense):
     found = []
     for scale in (1.0, 1024.0):
         model = new_model()
@@ -45,7 +45,7 @@ def test_rows_are_unscaled_once_whoever_steps_the_optimizer_that_has_them(dense)
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_clipping_after_unscale_of_both_optimizers_is_that_of_a_loss_that_was_not_scaled():
+def test_clipping_after_unscale_of_both_optimizers_equals_that_of_an_unscaled_loss():
     found = []
     for scale in (1.0, 1024.0):
         model = new_model()

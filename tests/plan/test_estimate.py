@@ -11,6 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import thermocline
+from support import has
 from thermocline.cli import app, main
 from thermocline.errors import BadInput
 from thermocline.nn.find_tables import find_tables, load_model
@@ -146,18 +147,23 @@ def test_a_model_instance_is_used_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, says",
+    "name, fields",
     [
-        ("Modl", "has no 'Modl'; it has Model"),
-        ("needs", "needs argument; name a function"),
-        ("text", "makes a str"),
-        ("number", "makes a int"),
-        ("reads", "could not be made on the meta device: RuntimeError"),
+        ("Modl", {"value": "Modl", "available": ["Model", "Settings", "Empty"]}),
+        ("needs", {"value": "needs", "needed": ["argument"]}),
+        ("text", {"value": "str"}),
+        ("number", {"value": "int"}),
     ],
 )
-def test_load_model_refuses_what_is_not_a_model(model_file, name, says):
-    with pytest.raises(BadInput, match=says):
+def test_load_model_refuses_what_is_not_a_model(model_file, name, fields):
+    with pytest.raises(BadInput, check=has(parameter="model", **fields)):
         load_model(model_file, name)
+
+
+def test_load_model_refuses_a_model_that_reads_its_weights(model_file):
+    with pytest.raises(BadInput, check=has(parameter="model", value="reads", path=model_file)) as refused:
+        load_model(model_file, "reads")
+    assert isinstance(refused.value.__cause__, RuntimeError)
 
 
 def run(*arguments):

@@ -152,7 +152,7 @@ def test_an_imported_row_takes_as_many_bytes_as_the_fused_row():
 
 @pytest.mark.parametrize("bits, dim, width", [(4, 3, 6), (4, 63, 36), (2, 2, 5), (2, 61, 20)])
 def test_dimensions_that_torchs_packers_refuse_are_refused_by_name(bits, dim, width):
-    with pytest.raises(RuntimeError, match="multiple of"):
+    with pytest.raises(RuntimeError, match="multiple of"):  # the message is torch's
         torch_op(bits, "prepack")(rows(2, dim))
     with pytest.raises(FormatError, check=has(parameter="dim", value=dim)):
         import_fused(torch.zeros(2, width, dtype=torch.uint8), bits, dim)
@@ -193,7 +193,7 @@ def test_rows_that_overflowed_in_torchs_packer_are_refused():
 
 
 @pytest.mark.parametrize("bits", [4, 2])
-def test_the_negative_scales_that_torch_gives_constant_rows_are_refused_or_quantized_again(bits, monkeypatch):
+def test_torchs_negative_scales_of_constant_rows_are_refused_or_quantized_again(bits, monkeypatch):
     monkeypatch.setattr(fused, "_BLOCK_BYTES", 100)  # several blocks of rows
     values_ND = rows(63, 1).expand(63, 8).contiguous()
     values_ND[7] = rows(1, 8, seed=1)

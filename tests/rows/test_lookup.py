@@ -141,7 +141,7 @@ def test_state_is_as_large_as_its_optimizer_says() -> None:
     assert arena.rows == 71 and arena.elements == 31 * 4 + 17 * 3 + 23 * 5
 
 
-def test_a_lookup_without_a_trainer_leaves_rows_alone_and_gives_weights_their_gradient() -> None:
+def test_a_lookup_without_a_trainer_changes_no_row_and_gives_weights_a_gradient() -> None:
     arena = _arena()
     codes, meta = arena.codes.clone(), arena.meta.clone()
     weights = torch.ones(3, requires_grad=True)

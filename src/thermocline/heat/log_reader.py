@@ -66,7 +66,7 @@ class LogFile:
             message = f"there is no file '{self.path}'; give Parquet, CSV with a header, or Criteo's TSV"
             raise BadInput(message, path=str(self.path))
         if self.path.stat().st_size == 0:
-            raise FormatError(f"'{self.path}' is empty", path=str(self.path))
+            raise FormatError(f"'{self.path}' is empty", path=str(self.path), size=0)
 
     @cached_property
     def kind(self) -> str:
@@ -142,7 +142,7 @@ class LogFile:
                 )  # fmt: skip
         except pyarrow.ArrowInvalid as error:
             form = "Criteo's TSV (label, 13 numbers, 26 categories)" if tsv else "CSV with integers in these columns"
-            raise FormatError(f"'{self.path}' is not {form}: {error}", path=str(self.path)) from None
+            raise FormatError(f"'{self.path}' is not {form}: {error}", path=str(self.path), expected=self.kind) from None
 
     def _bags(self, name: str, array: Any, hexadecimal: bool) -> LogIds:
         import pyarrow
@@ -158,7 +158,7 @@ class LogFile:
             values = array.flatten()
         if not pyarrow.types.is_integer(values.type):
             message = f"column '{name}' of '{self.path}' is {array.type}; ids are integers or lists of integers"
-            raise FormatError(message, path=str(self.path), column=name)
+            raise FormatError(message, path=str(self.path), column=name, value=str(array.type))
         if values.null_count:
             before_N = _running(_numpy(values.is_valid()).astype(np.int64))
             missing = missing if offsets is None else missing + values.null_count
@@ -178,7 +178,7 @@ class LogFile:
             if (digits_N8 >= 0).all():
                 return np.asarray((digits_N8 << np.arange(28, -1, -4)).sum(1), np.int64)
         message = f"column '{name}' of '{self.path}' has a category that is not a hexadecimal number of at most 8 digits"
-        raise FormatError(message, path=str(self.path), column=name)
+        raise FormatError(message, path=str(self.path), column=name, expected="hexadecimal")
 
 
 def open_logs(paths: Sequence[Path | str], columns: Sequence[str]) -> tuple[list[LogFile], list[str]]:
@@ -190,7 +190,7 @@ def open_logs(paths: Sequence[Path | str], columns: Sequence[str]) -> tuple[list
     wanted = list(columns) or [name for i in range(1, len(there) + 1) if (name := f"C{i}") in there]
     if not wanted:
         message = f"'{files[0].path}' has the columns {', '.join(there)}; name the columns of ids (--columns)"
-        raise BadInput(message, parameter="columns")
+        raise BadInput(message, parameter="columns", available=there)
     if len(set(wanted)) < len(wanted):
         twice = sorted({name for name in wanted if wanted.count(name) > 1})
         raise BadInput(f"columns are named twice: {', '.join(twice)}; name each once", parameter="columns", value=twice)
@@ -200,7 +200,7 @@ def open_logs(paths: Sequence[Path | str], columns: Sequence[str]) -> tuple[list
             raise BadInput(message, path=str(file.path), value=twice)
         if missing := [name for name in wanted if name not in file.names]:
             message = f"'{file.path}' has no column {', '.join(missing)}; it has {', '.join(file.names)}"
-            raise BadInput(message, parameter="columns", path=str(file.path), value=missing)
+            raise BadInput(message, parameter="columns", path=str(file.path), value=missing, available=file.names)
     return files, wanted
 
 
@@ -212,7 +212,7 @@ def _parquet(path: Path) -> Any:
         # Without pre-buffering, pyarrow reads row groups of any size piece by piece and keeps no earlier ones.
         return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 16)
     except pyarrow.ArrowInvalid as error:
-        raise FormatError(f"'{path}' is not a Parquet file: {error}", path=str(path)) from None
+        raise FormatError(f"'{path}' is not a Parquet file: {error}", path=str(path), expected="parquet") from None
 
 
 @contextmanager

@@ -147,7 +147,8 @@ class HeatProfile:
 
     def __getitem__(self, table: str) -> TableHeat:
         if table not in self.tables:
-            raise BadInput(f"this heat profile has no table {table!r}; it has {', '.join(self.tables)}", table=table)
+            message = f"this heat profile has no table {table!r}; it has {', '.join(self.tables)}"
+            raise BadInput(message, table=table, available=list(self.tables))
         return self.tables[table]
 
     def curves(self) -> dict[str, Curve]:

@@ -100,9 +100,10 @@ class Profiler:
         """Adds the next samples: the ids of every table."""
         samples = {bags.samples for bags in chunk.values()}
         if len(samples) != 1 or chunk.keys() != self.counters.keys():
-            counts = ", ".join(f"{name}: {bags.samples}" for name, bags in chunk.items())
+            found = {name: bags.samples for name, bags in chunk.items()}
+            counts = ", ".join(f"{name}: {count}" for name, count in found.items())
             message = f"every batch needs the same tables and samples ({', '.join(self.counters)}); this one has {counts}"
-            raise BadInput(message, parameter="batches")
+            raise BadInput(message, parameter="batches", value=found)
         (left,) = samples
         first = 0
         while left:
@@ -194,7 +195,8 @@ def log_ids(name: str, ids: Any) -> LogIds:
             return LogIds(ids_BN)
         if ids_BN.ndim == 2:
             return LogIds(ids_BN.reshape(-1), np.arange(len(ids_BN) + 1) * ids_BN.shape[1])
-        raise BadInput(f"ids of {name!r} are {ids_BN.ndim}-D; give [batch], [batch, n] or (values, offsets)", table=name)
+        message = f"ids of {name!r} are {ids_BN.ndim}-D; give [batch], [batch, n] or (values, offsets)"
+        raise BadInput(message, table=name, value=ids_BN.ndim)
     values_N, offsets = (_integers(name, part) for part in ids[:2])
     if values_N.ndim != 1 or offsets.ndim != 1 or len(offsets) == 0:
         message = f"values and offsets of {name!r} are {values_N.ndim}-D and {offsets.ndim}-D; both have one dimension"
@@ -203,13 +205,13 @@ def log_ids(name: str, ids: Any) -> LogIds:
         raise BadInput(
             f"offsets of {name!r} run from {offsets[0]} to {offsets[-1]}; they rise from 0 to the number of values, "
             f"{len(values_N)}, the end included",
-            table=name,
-        )
+            table=name, value=offsets.tolist(), needed=len(values_N),
+        )  # fmt: skip
     return LogIds(values_N, offsets)
 
 
 def _integers(name: str, ids: Any) -> Any:
     array = np.asarray(ids.detach().cpu() if hasattr(ids, "detach") else ids)
     if array.dtype.kind not in "iu":
-        raise BadInput(f"ids of {name!r} are {array.dtype}; ids are integers", table=name)
+        raise BadInput(f"ids of {name!r} are {array.dtype}; ids are integers", table=name, value=str(array.dtype))
     return array.astype(np.int64)

@@ -60,7 +60,7 @@ class HotSetChange:
 
     table: str
     part: float  # of the old profile's ids
-    rows: int  # that are so many
+    rows: int  # number of the hottest rows
     changed: float  # share of the rows that the new profile would choose, and the old one does not have
     best: float  # share of the new lookups that the new choice takes
     kept: float  # and that the old one still takes

@@ -63,7 +63,7 @@ def read_text(path: str | Path) -> str:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         message = f"{path}: byte {error.start} is not UTF-8 text; a planning file is YAML or JSON"
-        raise FormatError(message, path=str(path)) from None
+        raise FormatError(message, path=str(path), position=error.start) from None
 
 
 def read_file(kind: type[Model], path: str | Path) -> Model:

@@ -45,7 +45,8 @@ def shipped(kind: str) -> str:
         BadInput: There is no such schema.
     """
     if kind not in MODELS:
-        raise BadInput(f"there is no schema {kind!r}; schemas are {', '.join(MODELS)}", parameter="kind", value=kind)
+        message = f"there is no schema {kind!r}; schemas are {', '.join(MODELS)}"
+        raise BadInput(message, parameter="kind", value=kind, available=tuple(MODELS))
     return (SCHEMAS / file_name(kind)).read_text(encoding="utf-8")
 
 

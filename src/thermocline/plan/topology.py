@@ -115,7 +115,7 @@ def _find(path_or_preset: str | Path) -> tuple[str, str]:
     if given in names:
         return (PRESETS / f"{given}.yaml").read_text(encoding="utf-8"), f"preset {given}"
     message = f"{given!r} is neither a file nor a preset{did_you_mean(given, names)}; presets are {', '.join(names)}"
-    raise BadInput(message, parameter="topology", value=given)
+    raise BadInput(message, parameter="topology", value=given, available=names)
 
 
 def _without_units(given: Topology) -> Iterator[tuple[Location, str]]:

@@ -55,7 +55,7 @@ def rows_of(ours: dict[str, Any], peers: dict[str, Any]) -> dict[str, dict[str, 
     return {row["case"]: row for row in recorder.rows}
 
 
-def test_the_best_way_meets_the_best_fp32_arm_whoever_it_is() -> None:
+def test_the_best_arm_is_compared_with_the_best_fp32_arm() -> None:
     ours = {"int8+5%/zero-copy": arm(300.0), "int8+5%/prefetch": arm(500.0), "fp32/zero-copy": arm(250.0)}
     rows = rows_of(ours, {"lru": arm(100.0), "lfu": arm(200.0)})
     assert (rows[BASE]["way"], rows[BASE]["peer"], rows[BASE]["ratio"]) == ("prefetch", "ours fp32 zero-copy", 2.0)

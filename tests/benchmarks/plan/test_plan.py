@@ -43,7 +43,7 @@ def test_a_log_that_does_not_drift_is_even_later_too():
     assert found.windows > 4 and found.predicted < 1.01 and found.later < 1.05 and found.replanned < 1.05
 
 
-def test_counting_every_lookup_sees_a_hot_row_that_nobody_knew():
+def test_counting_every_lookup_finds_an_unknown_hot_row():
     rng = np.random.default_rng(1)
     calm, stormy = rng.integers(0, 5000, 400_000), rng.integers(0, 5000, 400_000)
     stormy[rng.random(400_000) < 0.3] = 4999

@@ -19,6 +19,7 @@ import torch
 
 import thermocline
 from benchmarks.chaos.fuzz import spoiled_grpc
+from support import drawn_calls
 from thermocline.errors import BadInput
 from thermocline.kernels.cpu.compile import Kernel
 from thermocline.serve.protocol import schema
@@ -233,22 +234,15 @@ def calls_to_kernel(infer, data):
     return chains[0], done.value.value
 
 
-def documented(heading):
-    """The calls listed in docs/how_it_works.md under a heading of the section on served lookups."""
-    text = (Path(__file__).parents[3] / "docs" / "how_it_works.md").read_text()
-    block = text.partition("## One served lookup, call by call")[2].partition(heading)[2].split("```")[1]
-    return [line.split()[0] for line in block.splitlines()[1:]]
-
-
-@pytest.mark.parametrize("heading, feature", [("General path", None), ("Fast path", "user")])
-def test_few_calls_lead_from_the_grpc_handler_to_the_kernel(tmp_path, heading, feature):
+@pytest.mark.parametrize("path, feature", [("general", None), ("fast", "user")])
+def test_few_calls_lead_from_the_grpc_handler_to_the_kernel(tmp_path, path, feature):
     async def test():
         async with served(tmp_path / "saved") as one:
             data = encode([1, 2, 3]) if feature else with_second_input(encode([1, 2, 3]))
             await one.grpc.infer(data, Context())  # kernels are loaded
             calls, response = calls_to_kernel(one.grpc.infer, data)
             assert len(calls) <= MAX_CALLS, calls
-            assert calls == documented(heading)
+            assert calls == drawn_calls("served_lookup", path)
             assert parsed(response) == (await both(one, data))[1]
 
     asyncio.run(test())

@@ -17,6 +17,8 @@ import tritonclient.http.aio as over_http_aio
 from fake_server import DIM, ROWS, values_of
 from tritonclient.utils import InferenceServerException
 
+from support import mentions
+
 IDS = {"user": np.array([3, 0, 1008, 3, 77], np.int64), "item": np.array([5], np.int64)}
 BLOCKING = [over_grpc, over_http]
 ASYNC = [over_grpc_aio, over_http_aio]
@@ -175,9 +177,9 @@ def test_curl_gets_its_rows(served):
 @pytest.mark.parametrize("api", BLOCKING)
 def test_errors_reach_a_client_with_their_status(served, api):
     with api.InferenceServerClient(address(served, api)) as client:
-        with pytest.raises(InferenceServerException, match="'chairs'") as caught:
+        with pytest.raises(InferenceServerException, check=mentions("'chairs'")) as caught:
             client.infer("chairs", tensors(api, IDS))
         assert caught.value.status() in ("StatusCode.NOT_FOUND", "404")
-        with pytest.raises(InferenceServerException, match="1009") as caught:
+        with pytest.raises(InferenceServerException, check=mentions("1009")) as caught:
             client.infer("tables", tensors(api, {"user": np.array([1009])}))
         assert caught.value.status() in ("StatusCode.INVALID_ARGUMENT", "400")

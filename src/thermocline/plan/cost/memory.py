@@ -73,7 +73,7 @@ def state_bytes(dim: int, optimizer: str | None) -> int:
         return 0
     if optimizer not in _STATES:
         message = f"optimizer is {optimizer!r}; use one of {', '.join(F.OPTIMIZERS)}"
-        raise BadInput(message, parameter="optimizer", value=optimizer)
+        raise BadInput(message, parameter="optimizer", value=optimizer, available=tuple(F.OPTIMIZERS))
     per_row, per_column = _STATES[optimizer]
     return 4 * (per_row + per_column * dim)
 

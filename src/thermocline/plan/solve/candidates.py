@@ -22,7 +22,7 @@ NO_TIER_1 = ~SPLIT | np.array([1 not in tiers for tiers in TIER_SETS])
 PLAIN = np.array([option.plain for option in OPTIONS] + [False, False])[:, None]  # equal to another option without replicas
 NO_COPIES = ~SPLIT | (~PLAIN & np.array([tiers == (3,) for tiers in TIER_SETS]))
 NO_TIER_3 = SPLIT & np.array([3 not in tiers for tiers in TIER_SETS])
-REFINED, FEW_TABLES = 3, 16  # so many of the best candidates are improved by local search where tables are few, else one
+REFINED, FEW_TABLES = 3, 16  # local search improves this many of the best candidates with few tables, else one
 PARTS = (0.02, 0.1, 0.5)  # shares of the step that one table-wise table may take on its rank
 
 

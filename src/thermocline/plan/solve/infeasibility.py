@@ -58,7 +58,7 @@ def _hash_remedy(request: PlanRequest, buffers: float) -> list[str]:
 
 
 def _bytes_per_rank(request: PlanRequest, problem: Problem, rows: Sequence[float], precisions: Sequence[RowPrecision]) -> float:
-    """Bytes per rank of so many rows of each table, split evenly: rows, state, and block rotations."""
+    """Bytes per rank of a number of rows of each table, split evenly: rows, state, and block rotations."""
     ranks = request.topology.world_size
     each = zip(rows, precisions, problem.workload.tables, strict=True)
     return sum(stored_bytes(n, work.dim, p, work.state + rotation_bytes(ranks)) for n, p, work in each) / ranks

@@ -172,4 +172,4 @@ def bind(server: Any, host: str, port: int, credentials: Credentials) -> int:
         return int(server.add_insecure_port(address))
     except RuntimeError as error:
         words = f"cannot listen on {address} for gRPC: the port is taken or the address is not this machine's"
-        raise BadInput(words, parameter="grpc_port") from error
+        raise BadInput(words, parameter="grpc_port", value=port) from error

@@ -216,7 +216,8 @@ class HttpServer:
         try:
             self._listening = await loop.create_server(connection, host, port, ssl=self._tls, backlog=512)
         except OSError as error:
-            raise BadInput(f"cannot listen on {host}:{port} for HTTP: {error.strerror}", parameter="http_port") from error
+            words = f"cannot listen on {host}:{port} for HTTP: {error.strerror}"
+            raise BadInput(words, parameter="http_port", value=port) from error
         return int(self._listening.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
