@@ -26,6 +26,7 @@ from benchmarks.sweep.limits import SHOWN_FROM
 from benchmarks.sweep.race import LOOKUP, MEASURES
 from thermocline.report.axes import Axis
 from thermocline.report.charts import Line, lines, picture
+from thermocline.report.numbers import Number
 
 ALL = "all"
 WORST = 10
@@ -164,6 +165,10 @@ def _chart(title: str, rows: Sequence[Row], key: str) -> Any:
     if key == "ratio":
         curves["equal"] = [(1.0, 1.0), (max(len(points) for points in curves.values()) + 0.0, 1.0)]
     every = [value for points in curves.values() for _, value in points]
-    up = Axis(min(every) / 1.2, max(every) * 1.2, key.replace("_", " "), lambda value: f"{value:.2g}", log=True)
+    up = Axis(min(every) / 1.2, max(every) * 1.2, key.replace("_", " "), _times, log=True)
     most = max(len(points) for points in curves.values())
     return lines(title, [Line(name, points) for name, points in curves.items()], Axis(1.0, most + 1.0, "workload"), up)
+
+
+def _times(value: float) -> Number:
+    return Number(value, f"{value:.3g}x")
