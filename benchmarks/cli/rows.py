@@ -127,6 +127,8 @@ def sweep(
     from benchmarks.sweep import summary
 
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if place == "cuda" and not merge and not torch.cuda.is_available():
+        raise BadInput("sweep --device cuda needs a CUDA GPU, and torch finds none; use --device cpu", feature="sweep")
 
     def run(progress: ReportProgress) -> Record:
         if merge:

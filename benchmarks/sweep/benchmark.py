@@ -52,7 +52,7 @@ def run(
     settings = SweepSettings(device, seconds, rate, _fbgemm(recorder), threads)
     if quick:
         settings.settle, settings.chunk_ms = 8, 1.0
-    recorder.record["workloads"] = {}
+    recorder.record |= {"seed": seed, "workloads": {}}
     for number in range(workloads):
         if time.monotonic() - begin > limit_s:
             recorder.note(f"left out after {limit_s:.0f} s: workloads {number} to {workloads - 1} of seed {seed}")

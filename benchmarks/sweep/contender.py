@@ -101,9 +101,9 @@ def _pooled(
 
 
 def small(workload: SweepWorkload) -> SweepWorkload:
-    """A workload of the same kind on a few small tables."""
+    """A workload of the same kind on small tables, one of each width: kernels are compiled for a set of widths."""
     dims = workload.dims
-    kept = sorted({0, workload.tables - 1, dims.index(min(dims)), dims.index(max(dims))})
+    kept = sorted({workload.tables - 1, *(dims.index(width) for width in dims)})
     return replace(
         workload,
         rows=tuple(min(300, workload.rows[table]) for table in kept),

@@ -118,7 +118,8 @@ class SweepWorkload:
         total = drawn_TB.sum()
         if total > self.most_lookups:
             drawn_TB = np.floor(drawn_TB * (self.most_lookups / total))
-        return drawn_TB.astype(np.int64).reshape(-1)
+        lengths: NDArray[np.int64] = drawn_TB.astype(np.int64).reshape(-1)
+        return lengths
 
 
 def draw(family: Family, seed: int, number: int) -> SweepWorkload:

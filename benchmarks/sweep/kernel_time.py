@@ -65,11 +65,10 @@ def kernel_times(runs: Mapping[str, Run], draws: Mapping[str, Callable[[], Any]]
 
 
 def _intervals(profiler: Any) -> list[Interval]:
-    cuda = torch.autograd.DeviceType.CUDA
     return [
         Interval(event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
-        if event.device_type == cuda and not getattr(event, "is_user_annotation", False)
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
     ]
 
 

@@ -24,6 +24,7 @@ from benchmarks.runner.record import Recorder, Row
 from benchmarks.runner.timing import quantile
 from benchmarks.sweep.limits import SHOWN_FROM
 from benchmarks.sweep.race import LOOKUP, MEASURES
+from thermocline.errors import BadInput
 from thermocline.report.axes import Axis
 from thermocline.report.charts import Line, lines, picture
 from thermocline.report.numbers import Number
@@ -93,6 +94,8 @@ def _add(
 
 def merge(records: Sequence[dict[str, Any]], judged: bool = True) -> dict[str, Any]:
     """One record with the workloads of several, all of one device and number of threads."""
+    if strange := [record.get("bench") for record in records if record.get("bench") != "sweep"]:
+        raise BadInput(f"results of {', '.join(map(str, strange))} cannot be merged; give results of sweep", parameter="merge")
     recorder = Recorder("sweep", lambda line: None, judged=judged)
     first = next(row["case"].split("/") for record in records for row in record["rows"])
     for key in ("machine", "versions", "commit"):

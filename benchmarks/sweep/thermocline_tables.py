@@ -40,7 +40,8 @@ class CollectionTables:
         self, workload: SweepWorkload, device: str, precision: str, cache: float = 0.0, lookups: int | None = None
     ) -> None:
         torch.manual_seed(5)  # initial rows
-        self.workload, self.output, self.converted = workload, workload.output, []
+        self.workload, self.output = workload, workload.output
+        self.converted: list[str] = []
         self.label = f"ours {precision}" + (f"+{cache:.0%}" if cache else "")
         self._keys = [f"t{index}" for index in range(workload.tables)]
         sizes = zip(self._keys, workload.rows, workload.dims, strict=True)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
+from benchmarks.cli import app
 from benchmarks.kernels import fbgemm_contender
 from benchmarks.kernels.contender import WrongResult
 from benchmarks.runner import show
@@ -22,6 +24,7 @@ from benchmarks.sweep.family import TINY, SweepWorkload, draw
 from benchmarks.sweep.ids import BatchStream
 from benchmarks.sweep.kernel_time import Interval, segments
 from benchmarks.sweep.thermocline_tables import CollectionTables
+from thermocline.errors import BadInput
 
 ASKED = Path(__file__).resolve().parents[3] / "benchmarks" / "asked.json"
 
@@ -184,6 +187,22 @@ def test_runs_of_several_seeds_are_summed_up_together() -> None:
     found = {row["case"]: row["ratio"] for row in merged["rows"] if "/all/" in row["case"]}
     assert found["cuda/all/fp32/lookup-geomean"] == pytest.approx(2.0) and len(merged["workloads"]) == 2
     assert len([row for row in merged["rows"] if "/all/" not in row["case"]]) == 8
+
+
+def test_the_command_merges_files_and_draws_a_picture(tmp_path: Path) -> None:
+    recorder = Recorder("sweep", lambda line: None)
+    fill(recorder, [1.0, 2.0])
+    summary.add_rows(recorder, "cuda", None)
+    (tmp_path / "a.json").write_text(json.dumps(recorder.record))
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(app, ["sweep", "--merge", str(tmp_path / "a.json"), "--json", str(out), "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(out.read_text())["rows"] == recorder.rows
+    ElementTree.fromstring(out.with_suffix(".svg").read_text())
+    recorder.record["bench"] = "kernels"
+    with pytest.raises(BadInput) as raised:
+        summary.merge([recorder.record])
+    assert raised.value.parameter == "merge"
 
 
 def test_busy_time_counts_parallel_work_once() -> None:
