@@ -2,6 +2,7 @@
 
     runner/      race of contenders, paired experiment, record, timing, `show` and `compare`
     kernels/     lookups and training steps against FBGEMM and torch
+    sweep/       lookups and steps on workloads drawn from a family, against FBGEMM
     tables/      memory, cache hit rates, capacity of one GPU
     host/        tables in host memory: single steps, and a DLRM end to end
     accuracy/    low precision against fp32, paired by seed

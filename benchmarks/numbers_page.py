@@ -56,6 +56,8 @@ ARGUMENTS = {
     "memory_h200": "--device cuda",
     "step_cpu": "--device cpu",
     "step_h200": "--device cuda",
+    "sweep_cpu": "--device cpu",
+    "sweep_h200": "--device cuda",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,6 +95,47 @@ def hits(
     from benchmarks.tables import hits_plot
 
     measure(json, quiet, lambda progress: bench.run(data, progress), picture=hits_plot.draw)
+
+
+@app.command(epilog="Example:  python -m benchmarks sweep --device cpu --threads 2 --seed 3 --json sweep_cpu.json")
+def sweep(
+    device: Device = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the workloads.")] = 1,
+    workloads: Annotated[int, typer.Option("--workloads", min=1, help="Number of workloads.")] = 40,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Threads on a CPU.", show_default="those of torch")
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Timed seconds of each workload.")] = 8.0,
+    limit: Annotated[float, typer.Option("--limit", help="Seconds after which no workload starts.")] = 440.0,
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option("--merge", metavar="FILE", help="Sum up these results of earlier runs, measure nothing; may be repeated."),
+    ] = None,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Time workloads drawn from a family of production shapes against FBGEMM. With --json, a picture is written beside FILE.
+
+    Without --device, on the GPU if there is one. FBGEMM is measured where `import fbgemm_gpu` works.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: idle threads of one contender must not spin
+    import torch
+
+    from benchmarks.sweep import benchmark as bench
+    from benchmarks.sweep import summary
+
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if place == "cuda" and not merge and not torch.cuda.is_available():
+        raise BadInput("sweep --device cuda needs a CUDA GPU, and torch finds none; use --device cpu", feature="sweep")
+
+    def run(progress: ReportProgress) -> Record:
+        if merge:
+            return summary.merge([loads(path.read_text(encoding="utf-8")) for path in merge])
+        return bench.run(place, seed, workloads, threads, seconds, limit, quick, progress)
+
+    measure(json, quiet, run, summary.table, summary.draw)
 
 
 def _gpu(what: str, quick: bool) -> str:

@@ -57,7 +57,7 @@ def run(
         race = _GroupRace(recorder, wanted, group, group.quick() if quick else group, device)
         race.run(available, peers, QUICK if quick else BUDGET, rates.get(CEILING_ROW_BYTES))
         del race
-        if not _recovered(recorder, device):
+        if not recovered(recorder, device):
             break
     add_geomean(recorder, wanted, plan)
     progress(len(groups), len(groups), device)
@@ -165,7 +165,7 @@ def _ceilings(recorder: Recorder, wanted: Callable[[str], bool], quick: bool, pl
     return rates
 
 
-def _recovered(recorder: Recorder, device: str) -> bool:
+def recovered(recorder: Recorder, device: str) -> bool:
     """Free memory after a race. False if the GPU no longer responds."""
     gc.collect()
     if device == "cpu":
