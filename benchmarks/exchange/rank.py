@@ -21,8 +21,7 @@ from benchmarks.exchange.logs import TABLE
 from benchmarks.exchange.network import Net
 from benchmarks.exchange.step import APART, TIMEOUT, Clock, Dense, Input, Job, Steps, add_line, fork_ranks, load_batches
 from thermocline.distributed.calibration import calibrate
-from thermocline.distributed.shard import shard_
-from thermocline.distributed.sharding import Sharding
+from thermocline.distributed.shard import Sharding, shard_
 from thermocline.heat.profile import HeatProfile
 from thermocline.kernels.cpu.compile import prepare
 from thermocline.nn.collection import EmbeddingCollection, Table

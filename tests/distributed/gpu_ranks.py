@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import train_ranks
-from cases import TABLES, Model, batches, dense_part, exact_loss, heat_of, sizes_of, smooth_loss, topology
+from cases import TABLES, Model, batches, dense_part, exact_loss, heat_of, sizes_of, smooth_loss
 
 import thermocline as tc
 from thermocline.distributed import process_groups as groups
@@ -119,7 +119,7 @@ def _sent_to_itself() -> Iterator[None]:
         comm_thread = CommThread(device)
         return groups.ProcessGroups(0, 1, 1, *groups._make_groups(1, 1, device, comm_thread), device, comm_thread)
 
-    with mock.patch.object(groups.ProcessGroups, "_make", made), mock.patch.object(groups.RankGroup, "is_single", False):
+    with mock.patch.object(groups.ProcessGroups, "make", made), mock.patch.object(groups.RankGroup, "is_single", False):
         yield
 
 
@@ -132,7 +132,7 @@ def alone(rank: int, size: int, name: str, *given: Any) -> Any:
 def collectives(rank: int, size: int, device: str) -> int:
     """All collectives of a group, from the caller and in the background, while the GPU computes; the number of comparisons."""
     with _sent_to_itself():
-        here = groups.ProcessGroups.of(topology(1, 1), torch.device(device, 0) if device == "cuda" else torch.device(device))
+        here = groups.ProcessGroups.make(1, 1, torch.device(device, 0) if device == "cuda" else torch.device(device))
         group, found = here.world, []
         assert group.gloo == (device == "cpu") and not group.is_single
         for send in (_send_everything, _send_and_forget):

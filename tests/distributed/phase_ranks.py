@@ -39,9 +39,9 @@ def exchanged(rank: int, size: int, plan: tc.Plan, heat: Any, settings: Any, ahe
         seen.append((now.direction, named["group"]))
         return plain(*arguments, **named)
 
-    def mailed(self: RankGroup, *given: Any) -> None:  # messages one by one are an exchange too
+    def mailed(self: RankGroup, *given: Any) -> Any:  # messages one by one are an exchange too
         seen.append((now.direction, self.process_group))
-        mail(self, *given)
+        return mail(self, *given)
 
     model = Model(**settings)
     sharding = tc.shard_(model, plan, heat)

@@ -171,5 +171,4 @@ def test_unequal_nodes_are_refused(monkeypatch):
 
 def pretend(monkeypatch, names):
     """Give ranks these node names."""
-    monkeypatch.setattr(calibrate.dist, "get_world_size", lambda: len(names))
-    monkeypatch.setattr(calibrate.dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), names))
+    monkeypatch.setattr(calibrate, "gather_objects", lambda mine: names)

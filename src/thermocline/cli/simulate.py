@@ -40,7 +40,7 @@ def simulate(
     Ranks take samples in the order of the log, one batch per rank and step; a short log is repeated.
     """
     from thermocline.distributed import SimulationLog
-    from thermocline.distributed.validate import check_heat
+    from thermocline.distributed.planned_tables import check_heat
     from thermocline.heat.profile import HeatProfile
     from thermocline.plan.model import Plan
 

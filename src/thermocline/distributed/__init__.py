@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     from .calibration import calibrate
     from .planned_tables import id_maps
     from .replanning.replan import ReplanProposal, replan
-    from .shard import shard_
+    from .shard import Sharding, shard_
     from .sharded_collection import ShardedCollection
-    from .sharding import Sharding
     from .simulation.log import SimulationLog
     from .simulation.simulator import Simulation, simulate
 

@@ -33,6 +33,8 @@ from thermocline.plan.calibration import measure_link
 from thermocline.plan.topology import GpuSpec, HostSpec, Link, Links, Topology
 from thermocline.rows.memory import free_bytes
 
+from .process_groups import gather_objects
+
 Progress = Callable[[int, int, str], None]
 
 _MOST = {"cpu": 64 << 20, "cuda": 1 << 30}  # bytes that a rank sends in one exchange
@@ -76,7 +78,7 @@ def calibrate(progress: Progress) -> Topology | None:
         for done, (name, measure) in enumerate(steps.items()):
             report(done, len(steps), f"measuring {name}")
             measured[name] = measure(ranks)
-        everyone = _gather(ranks, measured)
+        everyone = gather_objects(measured)
         return _topology(ranks, everyone) if ranks.rank == 0 else None
 
 
@@ -171,11 +173,9 @@ def _wait(works: Sequence[dist.Work | None]) -> None:
 
 def _copying(ranks: CalibrationRanks, source: Tensor, target: Tensor) -> Link:
     """A link measured by copies, while other ranks copy too."""
-
-    def copy(size: int) -> float:
-        return _clocked(ranks, lambda: target[:size].copy_(source[:size], non_blocking=True))
-
-    return measure_link(copy, source.numel())
+    return measure_link(
+        lambda size: _clocked(ranks, lambda: target[:size].copy_(source[:size], non_blocking=True)), source.numel()
+    )
 
 
 def _clocked(ranks: CalibrationRanks, run: Callable[[], object], group: dist.ProcessGroup | None = None) -> float:
@@ -223,22 +223,10 @@ def _ranks() -> Iterator[CalibrationRanks]:
 
 def _nodes() -> list[list[int]]:
     """The ranks of every node, ordered by first rank."""
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
+    names = gather_objects(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
     nodes = [[rank for rank, other in enumerate(names) if other == name] for name in dict.fromkeys(names)]
     sizes = sorted({len(ranks) for ranks in nodes})
     if len(sizes) > 1:
-        raise BadInput(
-            f"nodes have {sizes[0]} to {sizes[-1]} processes; start the same number on every node",
-            parameter="nodes",
-            value=sizes,
-        )
+        words = f"nodes have {sizes[0]} to {sizes[-1]} processes; start the same number on every node"
+        raise BadInput(words, parameter="nodes", value=sizes)
     return nodes
-
-
-def _gather(ranks: CalibrationRanks, measured: dict[str, Any]) -> list[dict[str, Any]]:
-    if not dist.is_initialized():
-        return [measured]
-    everyone: list[dict[str, Any]] = [{}] * ranks.size
-    dist.all_gather_object(everyone, measured)
-    return everyone

@@ -12,14 +12,13 @@ import torch
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
-from thermocline.nn.collection import EmbeddingCollection
+from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.plan.cost.heat_input import hottest_ids
 from thermocline.plan.model import Lever, Plan, TablePlan, Tier
 
 from .placement.table_map import TableMap, make_maps
-from .process_groups import ProcessGroups
+from .process_groups import ProcessGroups, check_same
 from .sharded_collection import ShardedCollection
-from .validate import check_table
 
 Collection = EmbeddingCollection | ShardedCollection
 
@@ -66,11 +65,11 @@ def _id_map(lever: Lever, heat: HeatProfile | None) -> IdMap:
 
 def planned_tables(plan: Plan, collection: Collection) -> list[TablePlan]:
     """The plans of the tables of a collection."""
-    return [_planned_table(plan, collection, n) for n in range(len(collection.tables))]
+    return [_planned_table(plan, table, collection.mode) for table in collection.tables]
 
 
-def _planned_table(plan: Plan, collection: Collection, index: int) -> TablePlan:
-    table, names = collection.tables[index], [each.name for each in plan.tables]
+def _planned_table(plan: Plan, table: Table, mode: str) -> TablePlan:
+    names = [each.name for each in plan.tables]
     if table.name not in names:
         raise BadInput(
             f"table {table.name!r} is not in the plan, which has {', '.join(names)}; plan for the tables of the model",
@@ -84,13 +83,38 @@ def _planned_table(plan: Plan, collection: Collection, index: int) -> TablePlan:
             table=table.name, needed=(planned.rows, planned.dim), available=(table.rows, table.dim),
         )  # fmt: skip
     check_table(planned)
-    if planned.pooled_by == "owner" and collection.mode not in ("sum", "mean"):
+    if planned.pooled_by == "owner" and mode not in ("sum", "mean"):
         raise BadInput(
             f"table {table.name!r} is planned to be pooled by owners, by sum or mean, but the collection has "
-            f"mode={collection.mode!r}; plan again with pooling: {collection.mode}",
-            parameter="mode", value=collection.mode, table=table.name,
+            f"mode={mode!r}; plan again with pooling: {mode}",
+            parameter="mode", value=mode, table=table.name,
         )  # fmt: skip
     return planned
+
+
+def check_table(planned: TablePlan) -> None:
+    """Raise if sharded tables cannot carry out the plan of a table."""
+    if planned.residency != "card":
+        raise BadInput(
+            f"table {planned.name!r} is planned in host memory, which sharded tables do not support yet; plan with more GPUs, "
+            "or a lower precision",
+            parameter="residency", table=planned.name,
+        )  # fmt: skip
+    if planned.pooled_by == "owner" and planned.exchange == "node":
+        raise BadInput(
+            f"table {planned.name!r} is planned to be pooled by owners and requested once per node, but sums go straight to "
+            "the requester; plan again, or set its exchange to flat",
+            parameter="exchange", table=planned.name,
+        )  # fmt: skip
+
+
+def check_heat(plan: Plan, heat: HeatProfile | None) -> None:
+    """Raise if the heat is not that of the plan."""
+    if heat is not None and plan.heat and heat.sha256 != plan.heat:
+        raise BadInput(
+            f"the plan was made with heat {plan.heat[:12]}, but this is {heat.sha256[:12]}; give the heat file of the plan",
+            parameter="heat", needed=plan.heat, available=heat.sha256,
+        )  # fmt: skip
 
 
 def map_collections(
@@ -106,9 +130,11 @@ def map_collections(
     return tables, maps
 
 
-def map_digests(tables: Mapping[str, list[TablePlan]], maps: Mapping[str, list[TableMap]]) -> dict[str, str]:
-    """The digest of every row map, for ranks to compare."""
-    return {f"the map of {t.name!r}": m.digest() for name in tables for t, m in zip(tables[name], maps[name], strict=True)}
+def check_maps(groups: ProcessGroups, tables: Mapping[str, list[TablePlan]], maps: Mapping[str, list[TableMap]]) -> None:
+    """Raise on every rank if ranks made different row maps. Collective."""
+    each = [(table.name, map.digest()) for name in tables for table, map in zip(tables[name], maps[name], strict=True)]
+    digests = {f"the map of {name!r}": digest for name, digest in each}
+    check_same(groups.all_gather(digests), "maps of rows, made from plan and heat")
 
 
 def _merge_tiers(planned: TablePlan) -> TablePlan:

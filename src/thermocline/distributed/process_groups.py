@@ -31,7 +31,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thermocline.errors import BadInput, ThermoclineError
 from thermocline.plan.model import LinkClass
-from thermocline.plan.topology import Topology
 
 from .comm_thread import CommThread
 
@@ -85,10 +84,10 @@ class RankGroup:
             return send
         device, send = send.device, moved(send, self._sends_from)
         result = self._receive_buffer((sum(received), *send.shape[1:]), send.dtype)
-        with self.collective():
-            if self.gloo and per_peer:
-                self._send_to_peers(send.split(list(sent)), result.split(list(received)))
-            else:
+        if self.gloo and per_peer:
+            self._send_to_peers(send.split(list(sent)), result.split(list(received)))()
+        else:
+            with self.collective():
                 dist.all_to_all_single(result, send, list(received), list(sent), group=self.process_group)
         return moved(result, device)
 
@@ -101,27 +100,17 @@ class RankGroup:
         """
         send = moved(send, self._sends_from)
         result = self._receive_buffer((sum(received), *send.shape[1:]), send.dtype)
-        with self.collective():
-            works = self._post_to_peers(send.split(list(sent)), result.split(list(received)))
-
-        def wait() -> None:
-            with self.collective():
-                for work in works:
-                    work.wait()
-
-        return result, wait
+        return result, self._send_to_peers(send.split(list(sent)), result.split(list(received)))
 
     def broadcast(self, message: Tensor, received: Sequence[int], large: bool) -> list[Tensor]:
         """Send a message to all other members, and receive `received[p]` items from member p; nothing from this rank."""
-        others = [p for p in range(len(self.ranks)) if p != self.index]
-        if self.gloo and large:
-            device, message = message.device, moved(message, self._sends_from)
-            results = [self._receive_buffer((size,), message.dtype) for size in received]
-            with self.collective():
-                self._send_to_peers([message[: message.numel() * (p != self.index)] for p in range(len(self.ranks))], results)
-            return [moved(each, device) for each in results]
-        sent = [message.numel() * (p in others) for p in range(len(self.ranks))]
-        return list(self.all_to_all(message.repeat(len(others)), sent, received).split(list(received)))
+        sent = [message.numel() * (p != self.index) for p in range(len(self.ranks))]
+        if not self.gloo or not large:
+            return list(self.all_to_all(message.repeat(len(sent) - 1), sent, received).split(list(received)))
+        device, message = message.device, moved(message, self._sends_from)
+        results = [self._receive_buffer((size,), message.dtype) for size in received]
+        self._send_to_peers([message[:size] for size in sent], results)()
+        return [moved(each, device) for each in results]
 
     def exchange_counts(self, counts_PJ: NDArray[np.int64]) -> NDArray[np.int64]:
         """Send J numbers below 2**31 to each member, and return the J numbers that each member sent to this rank."""
@@ -135,12 +124,8 @@ class RankGroup:
         """Memory for received items; pinned if they go on to a GPU."""
         return torch.empty(shape, dtype=dtype, device=self._sends_from, pin_memory=self._sends_from != self.device)
 
-    def _send_to_peers(self, send: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        for work in self._post_to_peers(send, results):
-            work.wait()
-
-    def _post_to_peers(self, send: Sequence[Tensor], results: Sequence[Tensor]) -> Sequence[dist.Work]:
-        """One message to each peer that receives any items. Posts receives before sends."""
+    def _send_to_peers(self, send: Sequence[Tensor], results: Sequence[Tensor]) -> Callable[[], None]:
+        """Post one message to each peer that receives any items, receives before sends. Returns a function that waits."""
         results[self.index].copy_(send[self.index])
         operations = [(dist.irecv, each) for each in results], [(dist.isend, each) for each in send]
         posted = [
@@ -149,7 +134,15 @@ class RankGroup:
             for p, (operation, each) in enumerate(messages)
             if p != self.index and each.numel()
         ]
-        return dist.batch_isend_irecv(posted) if posted else []
+        with self.collective():
+            works = dist.batch_isend_irecv(posted) if posted else []
+
+        def wait() -> None:
+            with self.collective():
+                for work in works:
+                    work.wait()
+
+        return wait
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
@@ -246,45 +239,44 @@ class ProcessGroups:
         return DeviceMesh.from_group(processes, self.device.type, mesh=grid, mesh_dim_names=("node", "local_rank"))
 
     @classmethod
-    def of(cls, topology: Topology, device: torch.device) -> ProcessGroups:
+    def make(cls, nodes: int, local_size: int, device: torch.device) -> ProcessGroups:
         """The groups of a cluster. Collective; one process needs no torch.distributed."""
-        return cls._make(topology.nodes, topology.gpus_per_node, device)
-
-    @classmethod
-    def _make(cls, nodes: int, local_size: int, device: torch.device) -> ProcessGroups:
         comm_thread = CommThread(device)
         if nodes * local_size == 1:
             single = RankGroup((0,), 0, ("card",), None)
             return cls(0, 1, 1, single, single, single, device, comm_thread)
-        groups = _make_groups(nodes, local_size, device, comm_thread)
-        return cls(dist.get_rank(), nodes, local_size, *groups, device, comm_thread)
+        world, intra_node, cross_node = _make_groups(nodes, local_size, device, comm_thread)
+        return cls(dist.get_rank(), nodes, local_size, world, intra_node, cross_node, device, comm_thread)
 
     def duplicate(self) -> ProcessGroups:
         """New groups of the same ranks, whose exchanges need no common order with these. Collective."""
-        return self if self.size == 1 else self._make(self.nodes, self.local_size, self.device)
+        return self if self.size == 1 else self.make(self.nodes, self.local_size, self.device)
 
     def all_gather(self, value: Any) -> list[Any]:
         """The value of every rank. Collective."""
         if self.world.is_single:
             return [value]
-        found: list[Any] = [None] * self.size
         with self.world.collective():
-            dist.all_gather_object(found, value, group=self.world.process_group)
-        return found
+            return gather_objects(value, self.world.process_group)
 
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _make_groups(
-    nodes: int, local_size: int, device: torch.device, comm_thread: CommThread
-) -> tuple[RankGroup, RankGroup, RankGroup]:  # fmt: skip
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of every rank; without torch.distributed this one. Collective."""
+    found = [value] * world_size()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _make_groups(nodes: int, local_size: int, device: torch.device, comm_thread: CommThread) -> Iterator[RankGroup]:
     """All ranks, the ranks of this node, and the ranks with this local rank."""
     grid = torch.arange(nodes * local_size).view(nodes, local_size)
-    partitions = (grid.view(1, -1), grid, grid.t())
-    world, intra_node, cross_node = (_make_group(each.tolist(), local_size, device, comm_thread) for each in partitions)
-    return world, intra_node, cross_node
+    for partition in (grid.view(1, -1), grid, grid.t()):
+        yield _make_group(partition.tolist(), local_size, device, comm_thread)
 
 
 def _make_group(partition: list[list[int]], local_size: int, device: torch.device, comm_thread: CommThread) -> RankGroup:

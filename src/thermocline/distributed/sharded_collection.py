@@ -34,9 +34,9 @@ from thermocline.rows.memory import MemoryUsage
 from thermocline.rows.training import raise_pending, synchronize
 
 from .exchange.batch_exchange import BatchExchange, BatchGradients, RowDestination
-from .exchange.batch_table import BatchTable, ShardedLookup
+from .exchange.batch_table import BatchTable, ShardedLookup, feature_offsets
 from .exchange.context import ExchangeContext
-from .exchange.handshake import StepAgreement, StepHeader, announce_failure, handshake
+from .exchange.handshake import StepAgreement, announce_failure, handshake
 from .exchange.pipeline import ExchangePipeline, PrefetchedBatch
 from .placement.init_rows import init_rows
 from .placement.local_shard import LocalShard, check_replicas
@@ -44,7 +44,7 @@ from .placement.row_index import RowIndex
 from .placement.table_map import TableMap
 from .process_groups import ProcessGroups
 from .replanning.frequency_counter import FrequencyCounter
-from .shard_state import ShardState, arena_shapes, check_rows, is_unsharded
+from .shard_state import ShardState, arena_shapes, check_rows
 
 Reduce = Literal["mean", "sum"]
 T = TypeVar("T")
@@ -67,9 +67,9 @@ class ShardedCollection(RowsModule):
         rows = replace(source.rows, precision="int8", cache=min(share, 1.0), budget=None)  # as one process would have it
         table_of = {feature: n for n, table in enumerate(source.tables) for feature in table.features}
         table_F = [table_of[feature] for feature in source.features]
-        shapes, unsharded = arena_shapes(row_index), is_unsharded(row_index, groups)
-        super().__init__(shapes, table_F if unsharded else range(len(shapes)), rows, device, source.dtype)
-        if unsharded:
+        shapes = arena_shapes(row_index)
+        super().__init__(shapes, table_F if row_index.unsharded else range(len(shapes)), rows, device, source.dtype)
+        if row_index.unsharded:
             self.arena.rename([part.name for part in row_index.parts], source.features)
         self.name, self.mode, self.tables, self.features = name, source.mode, source.tables, source.features
         self._dims = tuple(table.dim for table in self.tables for _ in table.features)
@@ -77,7 +77,7 @@ class ShardedCollection(RowsModule):
         self.maps = FeatureMaps.needed(
             self.features, [self.id_maps[f] for f in self.features], [plans[t].rows for t in table_F], device
         )
-        self.state = ShardState.make(row_index, groups, self.arena, self.trainer, self.tables, table_F)
+        self.state = ShardState(row_index, groups, self.arena, self.trainer, self.tables, table_F)
         self.pipeline = ExchangePipeline(groups.comm_thread, overlap=groups.world.gloo)
         self.reduce: Reduce = "mean"
         self.check_every = 0
@@ -105,27 +105,34 @@ class ShardedCollection(RowsModule):
         if isinstance(input, PrefetchedInput):
             (input,) = input.arguments
         trains = self.training and torch.is_grad_enabled() and self.placeholder.requires_grad
-        if self.state.unsharded:
+        if self.row_index.unsharded:
             return self._forward_unsharded(input, trains)
         self.wait_for_exchange()
-        next_input, context = self.pipeline.take_next(), self.state.context
+        next_input, self.pipeline.next_input, context = self.pipeline.next_input, None, self.state.context
         try:
             bags = self._read(input, trains)
             prefetched = self.pipeline.take_prefetched(bags, trains)
             batch, exchange = self._start(bags, prefetched, trains)
         except Exception as error:
             self.pipeline.drop_prefetched()
-            announce_failure(self.groups, context.meter, self.name, error, context.routes.exchanges)
+            announce_failure(context, self.name, error)
             raise
         weighted = "with weights" if bags.weights_N is not None else "without weights"
         operation = f"{'training' if trains else 'looking'} {weighted}, {self.dtype}"
         agreed = self._handshake(operation, exchange, prefetched is not None, next_input is not None)
         if agreed.differ:  # some ranks look up another batch than they prefetched: all ranks fetch again
             prefetched, (batch, exchange) = None, self._start(bags, None, trains)
-            agreed = self._handshake(operation, exchange, False, agreed.has_next)
+            agreed = self._handshake(operation, exchange, has_next=agreed.has_next)
         if trains:
             self.counter.add(bags)
-        self._fetch(batch, exchange, prefetched, agreed)
+        target = batch.destination(self.shard.fields_KF)
+        if prefetched is not None:
+            prefetched.receive()
+            exchange.fetch_local(target)
+            self.state.meter.prefetched += 1
+        else:
+            exchange.request(agreed)
+            exchange.fetch(target)
         self.pipeline.drop_prefetched()
         if agreed.has_next and self.pipeline.overlap:
             self.pipeline.start_prefetch(context, self._read_next, next_input, exchange)
@@ -134,28 +141,18 @@ class ShardedCollection(RowsModule):
     def _output(self, out: Tensor, bags: JaggedIds) -> Pooled | Unpooled:
         return Unpooled(out, bags, self.features, self._dims) if self.mode == "none" else Pooled(out, self.features, self._dims)
 
-    def _handshake(self, operation: str, exchange: BatchExchange, prefetched: bool, has_next: bool) -> StepAgreement:
-        header = StepHeader(operation, exchange.sent_PJ, exchange.total_J, prefetched, has_next)
-        return handshake(self.groups, self.state.meter, self.name, header)
-
-    def _fetch(
-        self, batch: BatchTable, exchange: BatchExchange, prefetched: PrefetchedBatch | None, agreed: StepAgreement
-    ) -> None:
-        target = batch.destination(self.shard.fields_KF)
-        if prefetched is not None:
-            prefetched.receive()
-            exchange.fetch_local(target)
-            self.state.meter.prefetched += 1
-        else:
-            exchange.request(agreed.received_PJ, agreed.most_J)
-            exchange.fetch(target)
+    def _handshake(
+        self, operation: str, exchange: BatchExchange, prefetched: bool = False, has_next: bool = False
+    ) -> StepAgreement:  # fmt: skip
+        what = f"{self.name}: {operation}"
+        return handshake(self.state.context, what, exchange.sent_PJ, exchange.total_J, prefetched, has_next)
 
     def prefetch(self, input: Any) -> None:
         """Exchange ids and rows of the next batch during the current one; call it before the forward of the current batch.
 
         Results do not depend on prefetching, whatever is looked up next. Ranks without a next batch do not call it.
         """
-        self.pipeline.set_next(input)
+        self.pipeline.next_input = input
 
     def prefetched(
         self, loader: Iterable[T], ids: Callable[[T], Any] | None = None, at_once: int = AT_ONCE
@@ -177,9 +174,7 @@ class ShardedCollection(RowsModule):
     def _forward_unsharded(self, input: Any, trains: bool) -> Pooled | Unpooled:
         bags = self._read_bags(input)
         self.state.meter.steps += trains
-        offsets = bags.offsets
-        if self.mode == "none":
-            offsets = offsets[:: bags.batch] if bags.batch else offsets.new_zeros(len(self.features) + 1)
+        offsets = feature_offsets(bags, len(self.features)) if self.mode == "none" else bags.offsets
         out = self.look_up(bags.ids_N, offsets, bags.weights_N, self.mode)
         if trains:
             self.counter.add(bags)
@@ -224,11 +219,7 @@ class ShardedCollection(RowsModule):
             prefetched.batch.weights_N = bags.weights_N
             return prefetched.batch, prefetched.exchange
         batch = self._table_of(bags)
-        if prefetched is not None:
-            return batch, prefetched.exchange
-        context = self.state.context
-        lookups_U = batch.lookup_counts() if context.counts else None
-        return batch, BatchExchange(context, batch.rows_U, trains, lookups_U, batch.owner_pooled)
+        return batch, batch.exchange(self.state.context, trains) if prefetched is None else prefetched.exchange
 
     def _table_of(self, bags: JaggedIds) -> BatchTable:
         layout = self.state.batch_layout
@@ -245,7 +236,7 @@ class ShardedCollection(RowsModule):
     def _read_next(self, input: Any) -> tuple[JaggedIds, BatchTable]:
         given = read_features(self.features, input)
         bags = given._replace(ids_N=given.ids_N.clone(), offsets=given.offsets.clone())  # the caller may reuse its tensors
-        return bags, self._start(bags, None, False)[0]
+        return bags, self._table_of(bags)
 
     def _look_up(self, batch: BatchTable, exchange: BatchExchange, trains: bool) -> Tensor:
         wide = self.dtype == torch.float64  # kernels support fp32 at most
@@ -297,13 +288,12 @@ class ShardedCollection(RowsModule):
         try:
             number, rows_N = check_rows(self.tables, table, ids, self.arena.device)
         except BadInput as error:
-            announce_failure(self.groups, context.meter, self.name, error, context.routes.exchanges)
+            announce_failure(context, self.name, error)
             raise
         rows_U, inverse_N = torch.unique(rows_N + self.row_index.first[number], return_inverse=True)
         values_UD = torch.empty(rows_U.numel(), self.tables[number].dim, device=self.arena.device)
         exchange = BatchExchange(context, rows_U, trains=False)
-        agreed = self._handshake("reading rows", exchange, False, False)
-        exchange.request(agreed.received_PJ, agreed.most_J)
+        exchange.request(self._handshake("reading rows", exchange))
         step_K = 4 * self.shard.fields_KF[:, DIM]
         exchange.fetch(RowDestination(values_UD.view(-1).view(torch.uint8), torch.zeros_like(step_K), step_K))
         return values_UD[inverse_N]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -29,6 +30,7 @@ POINTS = 40
 MAX_POINTS = 200  # when a long run has as many, every other point is dropped
 
 ReportProgress = Callable[[int, int, str], None]
+WriteScalars = Callable[[int, Mapping[str, float]], None]
 Measured = dict[str, float]
 
 
@@ -62,39 +64,24 @@ class Position:
     curve: list[Measured] = field(default_factory=list)  # points for charts
 
 
-class Board:
-    """Writes scalars for TensorBoard to `logdir`, if given; drops steps after `step` that an interrupted run left there."""
+@contextmanager
+def open_board(logdir: Path | None, step: int) -> Iterator[WriteScalars]:
+    """Write scalars of a step for TensorBoard to `logdir`, if given; drop steps after `step` of an interrupted run there."""
+    if logdir is None:
+        yield lambda step, scalars: None
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        words = "TensorBoard is not installed; run: pip install tensorboard, or omit --logdir"
+        raise BadInput(words, parameter="logdir") from None
 
-    def __init__(self, logdir: Path | None, step: int) -> None:
-        self._writer: Any = None
-        self._step, self._time = step, time.perf_counter()
-        if logdir is None:
-            return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            words = "TensorBoard is not installed; run: pip install tensorboard, or omit --logdir"
-            raise BadInput(words, parameter="logdir") from None
-        self._writer = SummaryWriter(str(logdir), purge_step=step)
+    def write(step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, step)
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self._writer:
-            for name, value in scalars.items():
-                self._writer.add_scalar(name, value, step)
-
-    def rate(self, step: int, batch: int) -> dict[str, float]:
-        """Samples per second since the last call."""
-        now = time.perf_counter()
-        rate = (step - self._step) * batch / max(now - self._time, 1e-9)
-        self._step, self._time = step, now
-        return {"samples per second": rate}
-
-    def __enter__(self) -> Board:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._writer:
-            self._writer.close()
+    with SummaryWriter(str(logdir), purge_step=step) as writer:
+        yield write
 
 
 B = TypeVar("B")
@@ -160,12 +147,14 @@ class TrainLoop(ABC, Generic[B, Result]):
     ) -> Result:
         """Train to the end. Saves every `save_seconds`; if `stop()` is true, saves and raises `TrainingInterrupted`."""
         at, saved = self.position, time.perf_counter()
-        with Board(logdir if self.ranks.first else None, at.step) as board:
+        self._rated = at.step, saved
+        with open_board(logdir if self.ranks.first else None, at.step) as write:
             while at.epoch < self._settings.epochs:
                 began, first = time.perf_counter(), at.step
                 for batch in self._prefetched():
-                    self._step(batch, board)
-                    progress(at.epoch * self.samples + self._done, self._settings.epochs * self.samples, "samples")
+                    self._step(batch, write)
+                    done = min(self.samples, at.step_in_epoch * self._settings.batch * self.ranks.size)
+                    progress(at.epoch * self.samples + done, self._settings.epochs * self.samples, "samples")
                     due = self.ranks.first and time.perf_counter() - saved >= save_seconds
                     stops, saves = self.ranks.add(stop(), due)
                     if stops or saves:
@@ -175,7 +164,7 @@ class TrainLoop(ABC, Generic[B, Result]):
                         raise TrainingInterrupted(self._how_to_resume())
                 step_seconds = (time.perf_counter() - began) / max(1, at.step - first)
                 self.run_json = self.ranks.measured(self._settings.batch, step_seconds)
-                self._end_epoch(board)
+                self._end_epoch(write)
                 self._save()
         if not self.folder:
             at.seconds = time.perf_counter() - self._started
@@ -200,12 +189,7 @@ class TrainLoop(ABC, Generic[B, Result]):
         (self.position.loss_sum,) = self.ranks.add(self._loss_sum.item())
         return self.position.loss_sum / max(1, self.position.losses)
 
-    @property
-    def _done(self) -> int:
-        """Samples of this epoch trained on by all ranks."""
-        return min(self.samples, self.position.step_in_epoch * self._settings.batch * self.ranks.size)
-
-    def _step(self, batch: B, board: Board) -> None:
+    def _step(self, batch: B, write: WriteScalars) -> None:
         at = self.position
         loss_sum, count = train_step(self, batch)
         self._loss_sum += loss_sum
@@ -213,26 +197,29 @@ class TrainLoop(ABC, Generic[B, Result]):
         at.step += 1
         at.step_in_epoch += 1
         if at.step % self._point_every == 0:
-            self._add_point(board)
+            self._add_point(write)
 
-    def _add_point(self, board: Board) -> None:
-        """Add a point to the curve, with the loss since the last point; TensorBoard gets the loss of the epoch so far."""
-        at = self.position
-        rate = board.rate(at.step, self._settings.batch * self.ranks.size)
-        scalars = {"loss": self.loss, **rate, **describe(self.network), **self.ranks.traffic()}
-        board.write(at.step, scalars)
+    def _add_point(self, write: WriteScalars) -> None:
+        """Add a point to the curve, with loss and speed since the last point; TensorBoard gets the loss of the epoch so far."""
+        at, (step, then), self._rated = self.position, self._rated, (self.position.step, time.perf_counter())
+        rate = (at.step - step) * self._settings.batch * self.ranks.size / max(self._rated[1] - then, 1e-9)
+        memory, stats = tables_of(self.network)
+        scalars = {"loss": self.loss, "samples per second": rate}
+        scalars |= {f"memory/{part}": float(count) for part, count in memory.items()}
+        scalars |= {f"tables/{name}": float(count) for name, count in stats.items()} | self.ranks.traffic()
+        write(at.step, scalars)
         since, losses = at.loss_sum - self._last_point[0], at.losses - self._last_point[1]
         self._last_point = at.loss_sum, at.losses
         at.curve.append({**scalars, "step": at.step, "loss": since / max(1, losses)})
         if len(at.curve) == MAX_POINTS:
             del at.curve[::2]
 
-    def _end_epoch(self, board: Board) -> None:
+    def _end_epoch(self, write: WriteScalars) -> None:
         at = self.position
         found = self.evaluate()
         self.ranks.reset_meters()  # lookups of the evaluation do not belong to a step
         at.measured.append({**found, "train_loss": self.loss})
-        board.write(at.step, {f"test/{name}": value for name, value in found.items()})
+        write(at.step, {f"test/{name}": value for name, value in found.items()})
         at.epoch, at.step_in_epoch, at.losses = at.epoch + 1, 0, 0
         self._last_point = 0.0, 0
         self._loss_sum.zero_()
@@ -283,10 +270,3 @@ def tables_of(model: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
     if not hasattr(tables, "memory"):
         return {"weights": sum(4 * parameter.numel() for parameter in tables.parameters())}, {}
     return dict(tables.memory().parts), dict(tables.stats())
-
-
-def describe(model: nn.Module) -> dict[str, float]:
-    """Memory and statistics of the tables as scalars to log."""
-    memory, stats = tables_of(model)
-    named = {f"memory/{part}": float(count) for part, count in memory.items()}
-    return named | {f"tables/{name}": float(count) for name, count in stats.items()}

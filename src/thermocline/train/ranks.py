@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thermocline.data.sequences import RankShare
-from thermocline.distributed.shard import shard_
+from thermocline.distributed.process_groups import gather_objects
+from thermocline.distributed.shard import Sharding, shard_
 from thermocline.distributed.sharded_collection import ShardedCollection
-from thermocline.distributed.sharding import Sharding
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
@@ -96,10 +96,7 @@ class TrainingRanks:
 
     def gather(self, mine: Any) -> list[Any]:
         """The object of every rank, on all ranks."""
-        found = [mine] * self.size
-        if self.size > 1:
-            dist.all_gather_object(found, mine)
-        return found
+        return [mine] if self.size == 1 else gather_objects(mine)
 
     def traffic(self) -> dict[str, float]:
         """Mean bytes that this rank sends in a step, as scalars to log."""

@@ -32,8 +32,8 @@ from thermocline.distributed.process_groups import RankGroup
 from thermocline.plan.model import Direction
 
 from . import context as shared
-from .context import ExchangeContext, decode_counts, encode_counts
-from .routes import COUNTS, Phase
+from .context import AnnouncedCounts, ExchangeContext, decode_counts, encode_counts
+from .routes import Phase
 
 PIECES = 4
 _HASH, _SHIFT = 0x9E3779B1, 20  # spreads the rows of one owner over all pieces
@@ -68,14 +68,11 @@ class AllToAll:
         """Rows requested from each member."""
         return np.asarray(self.sent_PK.sum(axis=1))
 
-    def announce_and_request(self) -> None:
-        """Exchange counts, where no step header did, and request the rows."""
-        total = int(self.sent_P.sum())
-        self.request(*self.context.exchange_counts(self.group, self._direction("ids"), self.sent_P, total))
-
-    def request(self, received_P: Counts, most: int) -> None:
-        """Exchange ids: `received_P` from each member; no member requests more than `most` rows."""
-        context, self.most = self.context, most
+    def request(self, announced: AnnouncedCounts | None = None) -> None:
+        """Exchange ids; first the counts, if no step header announced them."""
+        context, total = self.context, int(self.sent_P.sum())
+        counts = announced or context.exchange_counts(self.group, self._direction("ids"), self.sent_P, total)
+        received_P, self.most = counts
         ids_N = encode_counts(self.rows_N, self._lookups_N, context.id_type)
         ids_M = self._exchange("ids", ids_N, self.sent_P, received_P)
         self.rows_M, self.lookups_M = decode_counts(ids_M, self._lookups_N is not None)
@@ -143,7 +140,7 @@ class AllToAll:
         flags = np.split((flag_M.cpu().numpy()[:, None] >> shifts & 1).astype(np.uint8).reshape(-1), np.cumsum(out_P)[:-1])
         message = torch.from_numpy(np.concatenate([np.packbits(each) for each in flags]))
         sizes = [-(-each_P // 8) for each_P in (out_P, in_P)]
-        self.context.meter.add_flags(self.group.links, sizes[0])
+        self.context.meter.add_untabled("rows", self.group.links, sizes[0])
         received = np.split(self._exchange("rows", message, *sizes).numpy(), np.cumsum(sizes[1])[:-1])
         bits = [np.unpackbits(each, count=count) for each, count in zip(received, in_P.tolist(), strict=True)]
         found_N = (np.concatenate(bits).reshape(-1, width).astype(np.int64) << shifts).sum(axis=1)
@@ -224,14 +221,13 @@ def broadcast_updates(context: ExchangeContext, group: RankGroup, sums: SummedGr
     packed = kernels.pack_gradients(grads_NW, fields_KF, part_N, torch.arange(rows_N.numel(), device=device))
     message = torch.cat([ids_N.view(torch.uint8), packed])
     ranks = len(group.ranks)
-    with context.meter.timed("sync"):
-        counts_PJ = group.exchange_counts(np.tile([rows_N.numel(), message.numel()], (ranks, 1)))
-    context.meter.add_counts("sync", group.links, COUNTS)
+    counts_PJ = context.exchange_numbers(group, "sync", np.tile([rows_N.numel(), message.numel()], (ranks, 1)))
     others_P = np.arange(ranks) != group.index
     counts_K = np.bincount(part_N.cpu().numpy(), minlength=len(context.row_index.parts))
     each_K = context.routes.bytes_K["ids"] + context.routes.bytes_K["gradients"]
     context.meter.add("sync", group.links, others_P[:, None] * (counts_K * each_K), context.routes.tier_K < 3)
-    found = _decode(context, ids_N, kernels.unpack_gradients(packed, fields_KF, part_N, width))
+    rows_N, lookups_N = decode_counts(ids_N, context.counts)
+    found = SummedGradients(rows_N, kernels.unpack_gradients(packed, fields_KF, part_N, width), lookups_N)
     if int(counts_PJ[:, 1].max()):
         large = int(counts_PJ[:, 1].max()) * (ranks - 1) > shared.LARGE_MESSAGE
         with context.meter.timed("sync"):
@@ -240,13 +236,9 @@ def broadcast_updates(context: ExchangeContext, group: RankGroup, sums: SummedGr
         for count, each in zip(counts_PJ[:, 0].tolist(), received, strict=True):
             if each.numel():
                 ids, packed = each.tensor_split([count * context.id_type.itemsize])
-                ids_N = ids.clone().view(context.id_type)  # messages may begin at any byte
-                part_N = context.row_index.locate(decode_counts(ids_N, context.counts)[0]).part_N
+                # messages may begin at any byte
+                rows_N, lookups_N = decode_counts(ids.clone().view(context.id_type), context.counts)
+                part_N = context.row_index.locate(rows_N).part_N
                 grads_NW = kernels.unpack_gradients(packed.clone(), fields_KF, part_N, width)
-                found = found.concat(_decode(context, ids_N, grads_NW))
+                found = found.concat(SummedGradients(rows_N, grads_NW, lookups_N))
     return found
-
-
-def _decode(context: ExchangeContext, ids_N: Tensor, grads_NW: Tensor) -> SummedGradients:
-    rows_N, lookups_N = decode_counts(ids_N, context.counts)
-    return SummedGradients(rows_N, grads_NW, lookups_N)

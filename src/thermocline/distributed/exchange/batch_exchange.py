@@ -30,6 +30,7 @@ from thermocline.kernels.exchange.fields import NOWHERE
 
 from .all_to_all import AllToAll, broadcast_updates, reduce_in_pieces
 from .context import ExchangeContext, sum_counts
+from .handshake import StepAgreement
 from .owner_pooling import OwnerPooledLookups, PartialSums
 
 
@@ -39,9 +40,6 @@ class RowDestination(NamedTuple):
     memory: Tensor
     base_K: Tensor
     step_K: Tensor
-
-    def offsets(self, part_N: Tensor, at_N: Tensor) -> Tensor:
-        return self.base_K[part_N] + self.step_K[part_N] * at_N
 
 
 class BatchGradients(NamedTuple):
@@ -67,9 +65,11 @@ class BatchExchange:
             lookups_U = torch.ones_like(rows_U) if lookups_U is None else lookups_U
         self.first = AllToAll(context, True, rows_U, self.where, trains, lookups_U if trains else None)
         self.second: AllToAll | None = None
+        self._deferred: tuple[Tensor, Tensor] | None = None  # as `AllToAll.answered`
+        self._deferred_relayed: tuple[Tensor, Tensor] | None = None
         self.sums: PartialSums | None = None
         if context.routes.owner_pooled:
-            self.sums = PartialSums(context, owner_pooled or OwnerPooledLookups.none(rows_U.device))
+            self.sums = PartialSums(context, owner_pooled or OwnerPooledLookups(rows_U[:0], rows_U[:0]))
 
     @property
     def sent_PJ(self) -> Counts:
@@ -81,23 +81,14 @@ class BatchExchange:
         """Requested rows, and requested sums."""
         return np.array([self.first.sent_P.sum()] + ([] if self.sums is None else [self.sums.total]))
 
-    def request(self, received_PJ: Counts, most_J: Counts) -> None:
-        """Request the rows, after a handshake exchanged the counts."""
-        self.first.request(received_PJ[:, 0], int(most_J[0]))
-        self._relay_requests()
-        if self.sums is not None:
-            self.sums.request(received_PJ[:, 1], int(most_J[1]))
-
-    def announce_and_request(self) -> None:
-        """Exchange counts and request the rows."""
-        self.first.announce_and_request()
-        self._relay_requests()
-        if self.sums is not None:
-            self.sums.announce_and_request()
-
-    def _relay_requests(self) -> None:
+    def request(self, agreed: StepAgreement | None = None) -> None:
+        """Request the rows; without a handshake before, exchange the counts too."""
+        counts = [None, None] if agreed is None else list(zip(agreed.received_PJ.T, agreed.most_J.tolist(), strict=True))
+        self.first.request(counts[0])
         if self.context.routes.relayed and self.context.groups.nodes > 1:
             self._cross_nodes()
+        if self.sums is not None:
+            self.sums.request(counts[1])
 
     def _cross_nodes(self) -> AllToAll:
         """Request rows of other nodes that ranks of this node requested here, each row once."""
@@ -109,7 +100,7 @@ class BatchExchange:
         lookups_M = self.first.lookups_M
         lookups_V = None if lookups_M is None else sum_counts(rows_V, self.first.rows_M[relayed_M], lookups_M[relayed_M])
         self.second = AllToAll(context, False, rows_V, context.row_index.locate(rows_V), self.trains, lookups_V)
-        self.second.announce_and_request()
+        self.second.request()
         return self.second
 
     # -- forward ------------------------------------------------------------------------------------------------------------
@@ -117,13 +108,14 @@ class BatchExchange:
     def fetch(self, target: RowDestination) -> None:
         """Fetch all rows."""
         self.fetch_local(target)
-        self._fetch_remote(target)
+        self.fetch_remote(target)
 
-    def _fetch_remote(self, target: RowDestination) -> None:
+    def fetch_remote(self, target: RowDestination) -> None:
+        """Fetch the rows of other ranks; after `fetch_unchanged`, those that it left out."""
         if self.context.requests_rows:
             if self.second is not None:
-                self._fetch_relayed(*self.second.answered())
-            self._exchange_rows(target, *self.first.answered())
+                self._fetch_relayed(*(self._deferred_relayed or self.second.answered()))
+            self._exchange_rows(target, *(self._deferred or self.first.answered()))
         if self.sums is not None:
             self.sums.fetch()
 
@@ -137,11 +129,11 @@ class BatchExchange:
             self._unpack(self._packed(where, kind_H, wire_H), where.part_N, wire_H, here_H, target)
 
     def fetch_unchanged(self, target: RowDestination, previous: BatchExchange | None) -> None:
-        """Fetch remote rows that the previous batch does not update; `fetch_deferred` fetches the rest after the update."""
+        """Fetch remote rows that the previous batch does not update; `fetch_remote` fetches the rest after the update."""
         if not self.context.requests_rows:
             return
         if previous is None:  # the previous batch updates no rows
-            self._fetch_remote(target)
+            self.fetch_remote(target)
             return
         first, parts_M = self.first, self.first.where.part_N
         deferred_M = self._changed(first, previous.first)
@@ -183,21 +175,13 @@ class BatchExchange:
             found_M[here] |= self.context.shard.kind(exchange.where.at(here)) != STORED
         return found_M
 
-    def fetch_deferred(self, target: RowDestination) -> None:
-        """Fetch the rows that `fetch_unchanged` left out."""
-        if self.context.requests_rows:
-            if self.second is not None:
-                self._fetch_relayed(*self._deferred_relayed)
-            self._exchange_rows(target, *self._deferred)
-        if self.sums is not None:
-            self.sums.fetch()
-
     def _exchange_rows(self, target: RowDestination, which_M: Tensor, which_N: Tensor, slots: bool = True) -> None:
         """Answer requests for some rows, and receive some. Without `slots`, none of the rows is cached."""
         first = self.first
         kind_M = self._kinds(which_M) if slots and self.context.shard.cached else None
         wire_M, wire_N = first.wire_parts(kind_M, which_M, which_N)
-        received = first.answer(self._answers(which_M, kind_M, wire_M), which_M, wire_M, which_N, wire_N)
+        message = self._packed(first.where.at(which_M), kind_M, wire_M, which_M)
+        received = first.answer(message, which_M, wire_M, which_N, wire_N)
         self._unpack(received, first.part_N[which_N], wire_N, first.order_N[which_N], target)
 
     def _split_relayed(self, where: RowLocations) -> tuple[Tensor, Tensor]:
@@ -215,11 +199,18 @@ class BatchExchange:
             kind_N[far] = self.far_wire_V[self.relayed_M[which_M[far]]] // len(self.context.row_index.parts)
         return kind_N
 
-    def _packed(self, where: RowLocations, kind_N: Tensor | None, wire_N: Tensor) -> Tensor:
-        """A message of local rows."""
+    def _packed(
+        self, where: RowLocations, kind_N: Tensor | None, wire_N: Tensor, which_M: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """A message of local rows, or of the rows `which_M` requested here, some of which came from other nodes."""
         context = self.context
         offset_N, size = context.kernels.offsets(wire_N, context.wire_bytes_K)
         message = torch.empty(size, dtype=torch.uint8, device=where.part_N.device)
+        if which_M is not None and self.second is not None:
+            here, far = self._split_relayed(where)
+            from_N = self.far_V[self.relayed_M[which_M[far]]]
+            context.kernels.copy_rows(self.far, from_N, context.shard.wire_KF, wire_N[far], offset_N[far], message)
+            where, kind_N, offset_N = where.at(here), None if kind_N is None else kind_N[here], offset_N[here]
         context.shard.pack(where, kind_N, offset_N, message)
         return message
 
@@ -235,23 +226,10 @@ class BatchExchange:
         self.far_V, self.far_wire_V = torch.zeros_like(second.rows_N), torch.zeros_like(second.rows_N)
         self.far_V[second.order_N[which_N]], self.far_wire_V[second.order_N[which_N]] = offset_N, wire_N
 
-    def _answers(self, which_M: Tensor, kind_M: Tensor | None, wire_M: Tensor) -> Tensor:
-        """A message of rows requested here: local rows, and rows received from other nodes."""
-        context, where = self.context, self.first.where.at(which_M)
-        if self.second is None:
-            return self._packed(where, kind_M, wire_M)
-        offset_N, size = context.kernels.offsets(wire_M, context.wire_bytes_K)
-        message = torch.empty(size, dtype=torch.uint8, device=where.part_N.device)
-        here, far = self._split_relayed(where)
-        context.shard.pack(where.at(here), None if kind_M is None else kind_M[here], offset_N[here], message)
-        from_N = self.far_V[self.relayed_M[which_M[far]]]
-        context.kernels.copy_rows(self.far, from_N, context.shard.wire_KF, wire_M[far], offset_N[far], message)
-        return message
-
     def _unpack(self, message: Tensor, part_N: Tensor, wire_N: Tensor, at_N: Tensor, target: RowDestination) -> None:
         context = self.context
         offset_N, _ = context.kernels.offsets(wire_N, context.wire_bytes_K)
-        to_N = target.offsets(part_N, at_N)
+        to_N = target.base_K[part_N] + target.step_K[part_N] * at_N
         context.kernels.unpack_rows(message, offset_N, context.shard.wire_KF, wire_N, to_N, target.memory)
 
     # -- backward -----------------------------------------------------------------------------------------------------------
@@ -264,7 +242,7 @@ class BatchExchange:
 
     def _reduce_rows(self, grads_UW: Tensor) -> SummedGradients:
         context, first = self.context, self.first
-        if self.second is not None and context.in_pieces(first.most):
+        if self.second is not None and context.groups.world.gloo and context.is_large(first.most, "gradients"):
             return self._synchronize_replicas(reduce_in_pieces(first, self.second, grads_UW))
         sums = context.sum_rows(first.rows_M, first.reduce_gradients(grads_UW), first.lookups_M)
         if context.crosses_nodes:

@@ -26,8 +26,14 @@ from thermocline.nn.inputs import JaggedIds
 from thermocline.rows.arena import Arena
 from thermocline.rows.table_spec import TableSpec
 
-from .batch_exchange import BatchGradients, RowDestination
+from .batch_exchange import BatchExchange, BatchGradients, RowDestination
+from .context import ExchangeContext
 from .owner_pooling import OwnerPooledLookups, PartialSums
+
+
+def feature_offsets(bags: JaggedIds, features: int) -> Tensor:
+    """The offsets of features, without those of bags."""
+    return bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(features + 1)
 
 
 class BatchTableLayout:
@@ -56,9 +62,8 @@ class BatchTableLayout:
         features = len(self.names)
         if bags.offsets.numel() and bags.offsets.is_cuda:  # `read_features` does not check offsets on a GPU
             raise_bad_offsets(bags.offsets, bags.ids_N.numel())
-        ends = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(features + 1)
-        each_F = torch.arange(features, device=self.device)
-        return torch.repeat_interleave(each_F, ends.diff().long(), output_size=bags.ids_N.numel())
+        lengths_F = feature_offsets(bags, features).diff().long()
+        return torch.repeat_interleave(lengths_F, output_size=bags.ids_N.numel())
 
     def global_rows(self, rows_N: Tensor, feature_N: Tensor) -> Tensor:
         """Global rows of rows of tables; raises `IdOutOfRange` for a row that is not in its table."""
@@ -97,7 +102,7 @@ class BatchTable:
         begin_G = torch.searchsorted(self.rows_U, layout.begin_G)
         self.ids_N = self._inverse_N - begin_G[layout.group_F[feature_N]]
         if mode == F.NONE:
-            self.offsets = bags.offsets[:: bags.batch] if bags.batch else bags.offsets.new_zeros(len(layout.names) + 1)
+            self.offsets = feature_offsets(bags, len(layout.names))
         self._begins = [*begin_G.tolist(), self.rows_U.numel()]
         self.layout, size = layout.layout([last - first for first, last in pairwise(self._begins)])
         self.codes = torch.empty(size, dtype=torch.uint8, device=layout.device)
@@ -113,9 +118,10 @@ class BatchTable:
             self.mode, self._scale_X = F.SUM, 1.0 / lengths_X.float().clamp(min=1)
         return global_N[mine_N], feature_N[mine_N]
 
-    def lookup_counts(self) -> Tensor:
-        """How often each of `rows_U` is looked up."""
-        return torch.bincount(self._inverse_N, minlength=self.rows_U.numel())
+    def exchange(self, context: ExchangeContext, trains: bool) -> BatchExchange:
+        """The exchange of the rows; caches need to know how often each of `rows_U` is looked up."""
+        lookups_U = torch.bincount(self._inverse_N, minlength=self.rows_U.numel()) if context.counts else None
+        return BatchExchange(context, self.rows_U, trains, lookups_U, self.owner_pooled)
 
     def destination(self, fields_KF: Tensor) -> RowDestination:
         """The memory of the rows; `fields_KF` has the dimension of each part."""

@@ -28,9 +28,10 @@ from thermocline.plan.model import Direction
 from thermocline.rows.arena import Arena
 from thermocline.rows.table_spec import TableSpec
 
-from .routes import COUNTS, FLAT, LOCAL, Phase, Routes
+from .routes import COUNT_BYTES, FLAT, LOCAL, Phase, Routes
 from .traffic_meter import TrafficMeter
 
+AnnouncedCounts = tuple[Counts, int]  # ids from each member, and the maximum of all members
 LARGE_MESSAGE = 1 << 18  # bytes that a rank sends at most, above which every peer gets its own message
 COUNT_BITS = MAX_WEIGHT.bit_length().bit_length() - 1  # of the exponent
 assert MAX_WEIGHT.bit_length() == 1 << COUNT_BITS
@@ -109,10 +110,6 @@ class ExchangeContext:
         """Which rows their owners pool."""
         return self.owner_pooled_K[self.row_index.locate(rows_N).part_N]
 
-    def in_pieces(self, rows: int) -> bool:
-        """Whether gradients of at most `rows` rows per rank are pipelined in pieces."""
-        return self.groups.world.gloo and self.is_large(rows, "gradients")
-
     def count_by_rank(self, group: RankGroup, member_N: Tensor, part_N: Tensor, kinds: int = 1) -> Counts:
         """Counts [member of the group, part]; with several kinds, [member, wire part]."""
         ranks, parts = len(group.ranks), kinds * len(self.row_index.parts)
@@ -120,16 +117,27 @@ class ExchangeContext:
         found: Counts = counts.view(ranks, parts).cpu().numpy()
         return found
 
-    def exchange_counts(self, group: RankGroup, direction: Direction, sent_P: Counts, total: int) -> tuple[Counts, int]:
+    def exchange_counts(self, group: RankGroup, direction: Direction, sent_P: Counts, total: int) -> AnnouncedCounts:
         """Announce the ids for each member: the ids from each member, and the maximum `total` of all members."""
-        with self.meter.timed(direction):
-            received_PJ = group.exchange_counts(np.stack([sent_P, np.full_like(sent_P, total)], axis=1))
-        self.meter.add_counts(direction, group.links, COUNTS)
+        received_PJ = self.exchange_numbers(group, direction, np.stack([sent_P, np.full_like(sent_P, total)], axis=1))
         return received_PJ[:, 0], int(received_PJ[:, 1].max())
 
-    def sum_rows(self, rows_M: Tensor, grads_MW: Tensor, lookups_M: Tensor | None) -> SummedGradients:
-        """Distinct rows, ascending, with gradients summed in the given order, and summed lookup counts."""
-        offsets = torch.tensor([0, rows_M.numel()], device=rows_M.device)
+    def exchange_numbers(self, group: RankGroup, direction: Direction, numbers_PJ: Counts) -> Counts:
+        """Send J numbers to each member, and return those that each member sent to this rank."""
+        with self.meter.timed(direction):
+            received_PJ = group.exchange_counts(numbers_PJ)
+        self.meter.add_untabled(direction, group.links, np.full(len(numbers_PJ), numbers_PJ.shape[1] * COUNT_BYTES))
+        return received_PJ
+
+    def sum_rows(
+        self, rows_M: Tensor, grads_MW: Tensor, lookups_M: Tensor | None, bags: Tensor | None = None
+    ) -> SummedGradients:  # fmt: skip
+        """Distinct rows, ascending, with gradients summed in the given order, and summed lookup counts.
+
+        With `bags`, the offsets of bags, the gradients are those of summed bags.
+        """
+        offsets = torch.tensor([0, rows_M.numel()], device=rows_M.device) if bags is None else bags
+        call = LookupCall(rows_M, offsets, None, F.NONE if bags is None else F.SUM)
         winners = torch.empty(0, dtype=torch.int32, device=rows_M.device)
-        found = sum_row_gradients(self.all_rows, LookupCall(rows_M, offsets, None, F.NONE), winners, grads_MW.contiguous())
+        found = sum_row_gradients(self.all_rows, call, winners, grads_MW.contiguous())
         return SummedGradients(*found, sum_counts(found[0], rows_M, lookups_M))

@@ -25,14 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thermocline import formats as F
 from thermocline.distributed.placement.local_shard import SummedGradients, run_offsets
 from thermocline.distributed.placement.table_map import Counts
-from thermocline.kernels import sum_row_gradients
-from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.exchange.fields import STRAIGHT
 
-from .context import ExchangeContext, sum_counts
+from .context import AnnouncedCounts, ExchangeContext
 from .routes import Phase
 
 
@@ -41,11 +38,6 @@ class OwnerPooledLookups(NamedTuple):
 
     rows_N: Tensor
     bag_N: Tensor
-
-    @classmethod
-    def none(cls, device: torch.device) -> OwnerPooledLookups:
-        nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        return cls(nothing, nothing)
 
 
 class PartialSums:
@@ -77,13 +69,10 @@ class PartialSums:
         """Partial sums."""
         return self._bag_S.numel()
 
-    def announce_and_request(self) -> None:
-        """Exchange counts, where no step header did, and request the sums."""
-        self.request(*self.context.exchange_counts(self._group, "ids", self.sent_P, self.total))
-
-    def request(self, received_P: Counts, most: int) -> None:
-        """Exchange ids: `received_P` from each rank; no rank requests more than `most` sums."""
-        context, self._most = self.context, most
+    def request(self, announced: AnnouncedCounts | None = None) -> None:
+        """Exchange ids; first the counts, if no step header announced them."""
+        context = self.context
+        received_P, self._most = announced or context.exchange_counts(self._group, "ids", self.sent_P, self.total)
         ids_M = self._exchange("ids", self._ids_N, self.sent_P, received_P, self._sent_PK).long()
         self._begins_M = ids_M < 0
         self.rows_M = torch.where(self._begins_M, ~ids_M, ids_M)
@@ -142,8 +131,5 @@ class PartialSums:
         grads_TW = self._exchange_sums("gradients", grads_XW, context.shard.fields_KF, back=False)
         if not self.rows_M.numel():
             return None
-        winners = torch.empty(0, dtype=torch.int32, device=grads_TW.device)
-        call = LookupCall(self.rows_M, run_offsets(self._begins_M), None, F.SUM)
-        found = sum_row_gradients(context.all_rows, call, winners, grads_TW)
         lookups_M = torch.ones_like(self.rows_M) if context.counts else None
-        return SummedGradients(*found, sum_counts(found[0], self.rows_M, lookups_M))
+        return context.sum_rows(self.rows_M, grads_TW, lookups_M, run_offsets(self._begins_M))

@@ -43,20 +43,19 @@ class PrefetchedBatch:
     def start(self) -> None:
         """Request its rows, and fetch those that are not deferred."""
         fields_KF = self._context.shard.fields_KF
-        rows_U = torch.empty(0, dtype=torch.int64, device=fields_KF.device)
         try:
             if self._input is not None:
                 self._bags, self.batch = self._read(self._input)
-                rows_U = self.batch.rows_U
         except Exception:  # forward raises it again, on all ranks
             self.valid = False
-        batch = self.batch
-        lookups_U = None if batch is None or not self._context.counts else batch.lookup_counts()
-        owner_pooled = None if batch is None else batch.owner_pooled
-        self.exchange = BatchExchange(self._context, rows_U, self.trains, lookups_U, owner_pooled)
-        self.exchange.announce_and_request()
-        empty = RowDestination(rows_U.view(torch.uint8), rows_U, rows_U)
-        self.target = empty if batch is None else batch.destination(fields_KF)
+        if self.batch is None:
+            none = torch.empty(0, dtype=torch.int64, device=fields_KF.device)
+            self.exchange = BatchExchange(self._context, none, self.trains)
+            self.target = RowDestination(none.view(torch.uint8), none, none)
+        else:
+            self.exchange = self.batch.exchange(self._context, self.trains)
+            self.target = self.batch.destination(fields_KF)
+        self.exchange.request()
         self.exchange.fetch_unchanged(self.target, self.previous)
         self._has_deferred = self.previous is not None
 
@@ -64,7 +63,7 @@ class PrefetchedBatch:
         """Fetch the deferred rows."""
         self._input = None  # needed until the job that read it is done
         if self._has_deferred:
-            self.exchange.fetch_deferred(self.target)
+            self.exchange.fetch_remote(self.target)
             self._has_deferred, self.previous = False, None
 
     def receive(self) -> None:
@@ -91,7 +90,7 @@ class ExchangePipeline:
 
     def __init__(self, comm_thread: CommThread, overlap: bool) -> None:
         self.comm_thread, self.overlap = comm_thread, overlap
-        self._next_input: Any = None
+        self.next_input: Any = None  # of the batch that the coming forward prefetches
         self._prefetched: PrefetchedBatch | None = None
 
     def submit(self, meter: TrafficMeter, job: CommJob) -> None:
@@ -111,15 +110,6 @@ class ExchangePipeline:
             meter.end_background(begin)
 
     # -- prefetching --------------------------------------------------------------------------------------------------------
-
-    def set_next(self, input: Any) -> None:
-        """Set the input of the next batch, to be prefetched by the coming forward."""
-        self._next_input = input
-
-    def take_next(self) -> Any:
-        """The input of the next batch, once."""
-        input, self._next_input = self._next_input, None
-        return input
 
     def start_prefetch(self, context: ExchangeContext, read: ReadBatch, input: Any, current: BatchExchange) -> None:
         """Prefetch a batch during the current one."""

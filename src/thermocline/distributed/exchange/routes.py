@@ -52,18 +52,12 @@ PHASES: dict[Kind, tuple[Phase, ...]] = {
 }
 
 
-def member(reach: CommScope, home: Numbers, local_size: int) -> Numbers:
-    """The index in its group of the rank that answers for rows with this home."""
+def receiver(reach: CommScope, rank: Numbers, home: Numbers, local_size: int) -> Numbers:
+    """The rank in the group of `rank` that answers for rows with this home."""
     if reach == "everyone":
         return home
-    return home % local_size if reach == "node" else home // local_size
-
-
-def rank_of(reach: CommScope, rank: Numbers, member: Numbers, local_size: int) -> Numbers:
-    """The rank of a member of the group that `rank` is in."""
-    if reach == "everyone":
-        return member
-    return rank // local_size * local_size + member if reach == "node" else member * local_size + rank % local_size
+    node, local = (rank, home) if reach == "node" else (home, rank)
+    return node // local_size * local_size + local % local_size
 
 
 def members(reach: CommScope, nodes: int, local_size: int) -> int:

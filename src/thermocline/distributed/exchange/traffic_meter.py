@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from thermocline.distributed.placement.table_map import Counts
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass
 
-from .routes import COUNT_BYTES
-
 _SYNC = DIRECTIONS.index("sync")
 
 
@@ -95,22 +93,13 @@ class TrafficMeter:
             elif own:
                 self.bytes_DLK[d, at, : len(bytes_K)] += count_K
 
-    def add_flags(self, links: Sequence[LinkClass], bytes_P: Counts) -> None:
-        """Count flags that precede rows."""
+    def add_untabled(self, direction: Direction, links: Sequence[LinkClass], bytes_P: Counts) -> None:
+        """Count message sizes, or flags that precede rows, sent to each member of a group."""
+        d = DIRECTIONS.index(direction)
         for link, size in zip(links, bytes_P.tolist(), strict=True):
-            if size:
-                self._add_untabled("rows", link, size)
-
-    def add_counts(self, direction: Direction, links: Sequence[LinkClass], numbers: int) -> None:
-        """Count numbers sent to each other member of a group."""
-        for link in links:
-            self._add_untabled(direction, link, numbers * COUNT_BYTES)
-
-    def _add_untabled(self, direction: Direction, link: LinkClass, size: int) -> None:
-        if link != "card":
-            d, at = DIRECTIONS.index(direction), LINK_CLASSES.index(link)
-            self.bytes_DLK[d, at, -1] += size
-            self.messages_DL[d, at] += 1
+            if link != "card" and size:
+                self.bytes_DLK[d, LINK_CLASSES.index(link), -1] += size
+                self.messages_DL[d, LINK_CLASSES.index(link)] += 1
 
     def hold(self, direction: Direction, size: int) -> None:
         """Count the memory of a message, sent and received."""

@@ -31,7 +31,8 @@ def init_rows(shard: LocalShard, source: EmbeddingCollection, heat: HeatProfile 
     real = source.arena.device.type != "meta"
     if shard.arena.pools:
         if heat is None or source.arena.predicted is not None:
-            shard.arena.warm(_slotted_rows(shard, source))
+            scores = [_cache_scores(source.arena, table) for table in range(len(source.tables))]
+            shard.arena.warm(_by_local_row(shard, scores))
         else:
             shard.arena.warm(hot_rows(shard, source.tables, source.id_maps, heat))
     if real:
@@ -74,11 +75,6 @@ def hot_rows(shard: LocalShard, tables: Sequence[Table], ids: Mapping[str, IdMap
     """Lookup counts of each part's local rows, as `Arena.warm` takes them."""
     found = [hottest_rows(table.features, heat, ids) for table in tables]
     return _by_local_row(shard, [(torch.from_numpy(rows_H), torch.from_numpy(counts_H)) for rows_H, counts_H in found])
-
-
-def _slotted_rows(shard: LocalShard, source: EmbeddingCollection) -> list[Tensor]:
-    """`hot_rows` from the cache scores of an unsharded collection."""
-    return _by_local_row(shard, [_cache_scores(source.arena, index) for index in range(len(source.tables))])
 
 
 def _by_local_row(shard: LocalShard, tables: list[tuple[Tensor, Tensor]]) -> list[Tensor]:

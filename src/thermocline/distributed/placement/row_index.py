@@ -116,6 +116,8 @@ class RowIndex:
             lines = [[self.first[t], self.first[t] + plans[t].rows, *maps[t].fields(), *number[t, 1:].tolist()] for t in order]
             self._fields = np.array(lines, dtype=np.int64)
         self.tier_K = torch.tensor([part.tier for part in self.parts], device=device)
+        whole = all(part.tier == 3 and part.local_rows == maps[part.table].rows for part in self.parts)
+        self.unsharded = whole and nodes * local_size == 1  # one process holds every table whole
 
     def _parts_of(self, table: int, plan: TablePlan, map: TableMap, rank: int | None) -> list[TablePart]:
         precisions = {tier.tier: tier.precision for tier in plan.tiers}
@@ -125,7 +127,7 @@ class RowIndex:
         for tier in (1, 2, 3):
             if rows := map.local_rows(tier):
                 exchange: Exchange = "node" if tier == 2 or (plan.exchange == "node" and self._nodes > 1) else "flat"
-                slots = _slots(plan, map, tier, self._nodes, self._local_size)
+                slots = _slots(plan, map, tier)
                 precision, rows = precisions.get(tier, plan.precision), 1 if elsewhere else rows
                 part = TablePart(table, plan.name, tier, plan.dim, precision, rows, exchange, gradient, *slots, not elsewhere)
                 found.append(replace(part, owner_pooled=tier == 3 and plan.pooled_by == "owner"))
@@ -156,12 +158,14 @@ class RowIndex:
                 part_N[at] = self._number[table, tier]
         return RowLocations(part_N, home_N, index_N)
 
+    def stored_by(self, rank: int | Tensor, where: RowLocations) -> Tensor:
+        """Which rows a rank stores, replicas included: [row], or for ranks [C, 1] [rank, row]."""
+        tier_N, same_local_rank_N = self.tier_K[where.part_N], where.home_N % self._local_size == rank % self._local_size
+        return (tier_N == 1) | (where.home_N == rank) | ((tier_N == 2) & same_local_rank_N)
+
     def held_by(self, rank: int, where: RowLocations) -> list[tuple[int, Tensor, Tensor]]:
         """The rows among some that a rank stores, replicas included: (part, positions, indices in the part)."""
-        tier_N, local_size = self.tier_K[where.part_N], self._local_size
-        same_local_rank_N = where.home_N % local_size == rank % local_size
-        here_N = (tier_N == 1) | (where.home_N == rank) | ((tier_N == 2) & same_local_rank_N)
-        found = []
+        here_N, found = self.stored_by(rank, where), []
         for k in range(len(self.parts)):
             at_K = (here_N & (where.part_N == k)).nonzero()[:, 0]
             if at_K.numel():
@@ -169,17 +173,14 @@ class RowIndex:
         return found
 
     def specs(self) -> list[TableSpec]:
-        """The arena tables of one rank."""
+        """The arena tables of one rank. If any part has slots, groups are by tier, and one for each part with slots."""
+        groups = [part.tier << 32 | (1 + k if part.slots else 0) for k, part in enumerate(self.parts)]
+        if not any(part.slots for part in self.parts):
+            groups = [0] * len(self.parts)
         return [
             TableSpec(part.local_rows, part.dim, part.precision, f"{part.name}, tier {part.tier}", group)
-            for part, group in zip(self.parts, self._groups(), strict=True)
+            for part, group in zip(self.parts, groups, strict=True)
         ]
-
-    def _groups(self) -> list[int]:
-        """The arena group of each part: by tier, and one for each part with slots."""
-        if not any(part.slots for part in self.parts):
-            return [0] * len(self.parts)
-        return [part.tier << 32 | (1 + k if part.slots else 0) for k, part in enumerate(self.parts)]
 
     def same_as(self, other: RowIndex) -> bool:
         """Whether all rows have the same locations."""
@@ -187,11 +188,10 @@ class RowIndex:
         return self.parts == other.parts and digests[0] == digests[1]
 
 
-def _slots(plan: TablePlan, map: TableMap, tier: int, nodes: int, local_size: int) -> tuple[int, int]:
+def _slots(plan: TablePlan, map: TableMap, tier: int) -> tuple[int, int]:
     """The fp32 and int8 cache slots of a tier on each rank that shares its rows."""
-    sharing = 1 if map.owner is not None else {1: 1, 2: local_size, 3: nodes * local_size}[tier]
     for each in plan.tiers:
         if each.tier == tier:
-            fp32 = min(-(-each.cached // sharing), map.local_rows(tier))
-            return fp32, min(-(-each.near // sharing), map.local_rows(tier) - fp32)
+            fp32 = min(-(-each.cached // map.sharing(tier)), map.local_rows(tier))
+            return fp32, min(-(-each.near // map.sharing(tier)), map.local_rows(tier) - fp32)
     return 0, 0

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,18 +33,12 @@ Counts = NDArray[np.int64]
 _SIGNED = tuple(m - (1 << 64) if m >= 1 << 63 else m for m in MULTIPLIERS)
 
 
-class TierLocations(NamedTuple):
-    """Tier, home rank and index in the shard of some rows."""
-
-    tier_N: Tensor
-    home_N: Tensor
-    index_N: Tensor
-
-
 class TableMap:
-    """The map of one table."""
+    """The map of one table. `tier1_H` are the rows of tier 1."""
 
-    def __init__(self, plan: TablePlan, placement: Placement, nodes: int, local_size: int, device: torch.device) -> None:
+    def __init__(
+        self, plan: TablePlan, placement: Placement, tier1_H: Counts, nodes: int, local_size: int, device: torch.device
+    ) -> None:
         counts = {tier.tier: tier.rows for tier in plan.tiers}
         self.rows, self.nodes, self.local_size = plan.rows, nodes, local_size
         self.tier1, self.tier2 = counts.get(1, 0), counts.get(2, 0)  # rows
@@ -54,19 +47,17 @@ class TableMap:
         replicated_H = placement.copied_H
         some = 0 < len(replicated_H) < self.rows
         self._replicated = RankBitmap(self.rows, replicated_H, device) if some else None
-        self._tier1: RankBitmap | None = None
+        self._tier1 = RankBitmap(self.rows, tier1_H, device) if self.tier1 and self.tier2 else None
         turns_B = placement.rotations_B if nodes * local_size > 1 else placement.rotations_B[:0]
         self.turns_B = torch.from_numpy(turns_B.astype(np.uint8 if nodes * local_size <= 256 else np.int16)).to(device)
 
-    def set_tier1(self, tier1_H: Counts, device: torch.device) -> None:
-        """Set the rows of tier 1; needed if other rows are in tier 2."""
-        self._tier1 = RankBitmap(self.rows, tier1_H, device)
+    def sharing(self, tier: int) -> int:
+        """The number of ranks that share the rows of a tier."""
+        return 1 if self.owner is not None else {1: 1, 2: self.local_size, 3: self.nodes * self.local_size}[tier]
 
     def local_rows(self, tier: int) -> int:
         """Rows of a tier on one rank, rounded up."""
-        if self.owner is not None:
-            return self.rows if tier == 3 else 0
-        return {1: self.tier1, 2: -(-self.tier2 // self.local_size), 3: -(-self.tier3 // (self.nodes * self.local_size))}[tier]
+        return -(-self.count(tier) // self.sharing(tier))
 
     def count(self, tier: int) -> int:
         """Rows of a tier."""
@@ -74,12 +65,12 @@ class TableMap:
             return self.rows if tier == 3 else 0
         return {1: self.tier1, 2: self.tier2, 3: self.tier3}[tier]
 
-    def locate(self, rows_N: Tensor) -> TierLocations:
-        """The locations of rows."""
+    def locate(self, rows_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tier, home rank and index in the shard of rows."""
         if self.owner is not None:
-            return TierLocations(torch.full_like(rows_N, 3), torch.full_like(rows_N, self.owner), rows_N)
+            return torch.full_like(rows_N, 3), torch.full_like(rows_N, self.owner), rows_N
         if not self.tier1 and not self.tier2:
-            return TierLocations(torch.full_like(rows_N, 3), *self._owner_and_index(rows_N))
+            return torch.full_like(rows_N, 3), *self._owner_and_index(rows_N)
         replicated_N, below_N = self._replicated_below(rows_N)
         first_N, first_below_N = self._tier1_below(rows_N, replicated_N, below_N)
         second_N = below_N - first_below_N
@@ -89,7 +80,7 @@ class TableMap:
         home_N = torch.where(replicated_N, node_N * self.local_size + local_rank_N, home_N)
         home_N = torch.where(first_N, first_below_N % (self.nodes * self.local_size), home_N)
         index_N = torch.where(first_N, first_below_N, torch.where(replicated_N, second_N // self.local_size, index_N))
-        return TierLocations(tier_N, home_N, index_N)
+        return tier_N, home_N, index_N
 
     def _replicated_below(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
         """Whether rows have replicas, and how many replicated rows are below each."""
@@ -122,11 +113,9 @@ class TableMap:
         none = self.owner is not None or not (self.tier1 or self.tier2)
         replicated = K.SOME if self._replicated is not None else K.NONE if none else K.ALL
         everywhere = K.SOME if self._tier1 is not None else K.ALL if self.tier1 else K.NONE
-        bitmaps = [
-            address
-            for each in (self._replicated, self._tier1)
-            for address in ((each.words.data_ptr(), each.counts.data_ptr()) if each is not None else (0, 0))
-        ]
+        bitmaps: list[int] = []
+        for each in (self._replicated, self._tier1):
+            bitmaps += (0, 0) if each is None else (each.words.data_ptr(), each.counts.data_ptr())
         owner = -1 if self.owner is None else self.owner
         return [owner, self.tier3, replicated, everywhere, *bitmaps, self.turns_B.data_ptr(), self.turns_B.element_size()]
 
@@ -169,13 +158,10 @@ def make_maps(
     """The maps of all tables of a collection. `ids` maps the raw ids of the heat file to rows, by feature."""
     known = [_hottest(table, heat, ids) for table in tables]
     placements, _ = place([each for each, _ in known], nodes * local_size)
-    maps = []
-    for table, placement, (_, tier1_H) in zip(tables, placements, known, strict=True):
-        made = TableMap(table, placement, nodes, local_size, device)
-        if made.tier1 and made.tier2:
-            made.set_tier1(tier1_H, device)
-        maps.append(made)
-    return maps
+    return [
+        TableMap(table, placement, tier1_H, nodes, local_size, device)
+        for table, placement, (_, tier1_H) in zip(tables, placements, known, strict=True)
+    ]
 
 
 def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[PlacementInput, Counts]:

@@ -9,7 +9,7 @@ for less than one (see `heat_input.py`); otherwise the plan made from these coun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,11 +76,11 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, h
     for k, part in enumerate(row_index.parts):
         table, known = tables[part.table], heat[part.table]
         share, rows = _rows_of(row_index, k, known)
-        price = _sums_seconds if part.owner_pooled else _part_seconds
-        sent, local = price(plan, machine, part, share, rows, known)
+        price = _sums_cost if part.owner_pooled else _rows_cost
+        sent, local, part_early = price(plan, machine, part, share, rows, known)
         over = machine.seconds_L @ sent * (machine.world_size if table.placement == "card" else 1)
-        if table.placement != "card" and not part.owner_pooled:
-            early += _early(machine, part, share, rows, known)
+        if table.placement != "card":
+            early += part_early
         for name, direction in (("ids", C.IDS), ("rows", C.ROWS), ("gradients", C.GRADIENTS), ("sync", C.SYNC)):
             found[name] += float(over[direction])
         found["lookup"] += local[0] / machine.memory_rate
@@ -104,42 +104,38 @@ def _rows_of(row_index: RowIndex, k: int, known: LookupShares) -> tuple[Floats, 
     return np.append(share, each), np.append(np.ones(len(share)), unseen)
 
 
-def _part_seconds(
+PartCost = tuple[Floats, tuple[float, float], float]
+
+
+def _rows_cost(
     plan: Plan, machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: LookupShares
-) -> tuple[Floats, tuple[float, float]]:
-    """Bytes [link, direction] that a rank sends for a part in a step, and bytes of its memory in lookup and update."""
+) -> PartCost:  # fmt: skip
+    """Bytes [link, direction] that a rank sends for a part in a step, bytes of its memory in lookup and update, and seconds of
+    rows that the previous step does not update."""
     asked = request_probability(share, known.lookups, machine, known.fresh)
     wire, gradient = np.full(len(share), float(part.row_bytes)), float(part.gradient_bytes)
-    sent = (C.bytes_sent(asked, machine, part.tier, part.exchange, wire, gradient) * rows).sum(axis=-1)
+    sent = C.bytes_sent(asked, machine, part.tier, part.exchange, wire, gradient)
+    early = float(machine.seconds_L @ (sent[:, C.ROWS] * (1 - asked.any) * rows).sum(axis=-1))
     update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim
     looked, updated = C.memory_traffic(asked, machine, part.tier, part.exchange, wire, gradient, update)
     read = known.lookups * float((share * rows).sum()) * part.row_bytes
-    return sent, (float((looked * rows).sum()) + read, float((updated * rows).sum()))
+    return (sent * rows).sum(axis=-1), (float((looked * rows).sum()) + read, float((updated * rows).sum())), early
 
 
-def _sums_seconds(
+def _sums_cost(
     plan: Plan, machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: LookupShares
-) -> tuple[Floats, tuple[float, float]]:
-    """`_part_seconds` of an owner-pooled part, as in `plan/cost/unsharded_cost.py`."""
+) -> PartCost:  # fmt: skip
+    """`_rows_cost` of an owner-pooled part, as in `plan/cost/unsharded_cost.py`."""
     table = plan.table(part.name)
     lookups, bags = known.lookups * float((share * rows).sum()), float(plan.batch * len(table.features))
     sums = bags * C.expected_owners(lookups / bags, 1 if table.placement == "card" else machine.world_size)
     asked = np.array([lookups * machine.id_bytes, sums * 4 * part.dim, sums * part.gradient_bytes, 0.0])
-    sent = (
-        asked * np.array([machine.gpus_per_node - 1, machine.world_size - machine.gpus_per_node])[:, None] / machine.world_size
-    )
+    peers_L1 = np.array([[machine.gpus_per_node - 1], [machine.world_size - machine.gpus_per_node]])
+    sent = asked * peers_L1 / machine.world_size
     update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim
     any_row = request_probability(share, known.lookups, machine, known.fresh).any
     updated = C.TOUCHES * asked[C.GRADIENTS] + float((any_row * rows).sum()) * update / machine.world_size
-    return sent, (C.TOUCHES * asked[C.ROWS] + lookups * part.row_bytes, updated)
-
-
-def _early(machine: Cluster, part: TablePart, share: Floats, rows: Floats, known: LookupShares) -> float:
-    """Seconds of rows that the previous step does not update."""
-    asked = request_probability(share, known.lookups, machine, known.fresh)
-    wire = np.full(len(share), float(part.row_bytes))
-    sent = C.bytes_sent(asked, machine, part.tier, part.exchange, wire, float(part.gradient_bytes))[:, C.ROWS]
-    return float(machine.seconds_L @ (sent * (1 - asked.any) * rows).sum(axis=-1))
+    return sent, (C.TOUCHES * asked[C.ROWS] + lookups * part.row_bytes, updated), 0.0
 
 
 def total_step(plan: Plan, found: Sequence[CollectionCost]) -> float:
@@ -160,48 +156,37 @@ def migration_volume(
     old: RowIndex, new: RowIndex, nodes: int, local_size: int, state: Sequence[int], turn: tuple[int, int]
 ) -> MigrationVolume:
     """The volume of every `turn[1]`-th block of rows from block `turn[0]` on. `state`: optimizer bytes per row, by table."""
-    rows_T33, bytes_L, number = np.zeros((len(old.maps), 4, 4), np.int64), np.zeros(2, np.int64), 0
+    rows_T33, bytes_L = np.zeros((len(old.maps), 4, 4), np.int64), np.zeros(2, np.int64)
     size_K = np.array([part.migrated_bytes + state[part.table] for part in old.parts])
-    for table, map in enumerate(old.maps):
-        for first in range(0, map.rows, BLOCK):
-            number += 1
-            if (number - 1) % turn[1] != turn[0]:
-                continue
-            rows_N = torch.arange(first, min(first + BLOCK, map.rows), device=old.device)
-            was, will = old.locate(rows_N + old.first[table]), new.locate(rows_N + new.first[table])
-            tiers = [row_index.tier_K[where.part_N].cpu().numpy() for row_index, where in ((old, was), (new, will))]
-            np.add.at(rows_T33[table], (tiers[0], tiers[1]), 1)
-            homes = [where.home_N.cpu().numpy() for where in (was, will)]
-            sends_L = _sends((tiers[0], tiers[1]), (homes[0], homes[1]), nodes, local_size)
-            sizes_N = size_K[was.part_N.cpu().numpy()]
-            bytes_L += np.array([int((sends_N * sizes_N).sum()) for sends_N in sends_L])
+    blocks = [(table, first) for table, map in enumerate(old.maps) for first in range(0, map.rows, BLOCK)]
+    for table, first in blocks[turn[0] :: turn[1]]:
+        rows_N = torch.arange(first, min(first + BLOCK, old.maps[table].rows), device=old.device)
+        was, will = old.locate(rows_N + old.first[table]), new.locate(rows_N + new.first[table])
+        was_N, will_N = (each.tier_K[where.part_N].cpu().numpy() for each, where in ((old, was), (new, will)))
+        np.add.at(rows_T33[table], (was_N, will_N), 1)
+        from_N, to_N = (where.home_N.cpu().numpy() for where in (was, will))
+        bytes_L += _sends(was_N, will_N, from_N, to_N, nodes, local_size) @ size_K[was.part_N.cpu().numpy()]
     return MigrationVolume(rows_T33[:, 1:, 1:], bytes_L)
 
 
-def _sends(tiers: tuple[Counts, Counts], homes: tuple[Counts, Counts], nodes: int, local_size: int) -> tuple[Counts, Counts]:
-    """How often each row is sent inside nodes and across, by the rule of `migrate.py`; tiers and homes before and after."""
-    (was_N, will_N), (from_N, to_N) = tiers, homes
-    same_local_rank = from_N % local_size == to_N % local_size
-    same_node, same = from_N // local_size == to_N // local_size, from_N == to_N
-    near = {
-        (2, 1): np.full_like(from_N, nodes * (local_size - 1)),
-        (3, 1): np.full_like(from_N, local_size - 1),
-        (2, 2): nodes * ~same_local_rank,
-        (3, 2): 1 * ~same_local_rank,
-        (2, 3): 1 * ~same_local_rank,
-        (3, 3): 1 * (same_node & ~same),
+def _sends(was_N: Counts, will_N: Counts, from_N: Counts, to_N: Counts, nodes: int, local_size: int) -> Counts:
+    """How often each row is sent inside nodes and across [2, rows], by the rule of `migrate.py`, given old and new tiers and
+    homes."""
+    other_local_rank, other_node = from_N % local_size != to_N % local_size, from_N // local_size != to_N // local_size
+    inside: dict[tuple[int, int], Any] = {
+        (2, 1): nodes * (local_size - 1),
+        (3, 1): local_size - 1,
+        (2, 2): nodes * other_local_rank,
+        (3, 2): other_local_rank,
+        (2, 3): other_local_rank,
+        (3, 3): ~other_node & other_local_rank,
     }
-    far = {
-        (3, 1): np.full_like(from_N, (nodes - 1) * local_size),
-        (3, 2): np.full_like(from_N, nodes - 1),
-        (3, 3): 1 * ~same_node,
-    }
-    found = [np.zeros_like(from_N), np.zeros_like(from_N)]
-    for sends, counts in zip(found, (near, far), strict=True):
+    across: dict[tuple[int, int], Any] = {(3, 1): (nodes - 1) * local_size, (3, 2): nodes - 1, (3, 3): other_node}
+    sends = np.zeros((2, len(from_N)), np.int64)
+    for way, counts in enumerate((inside, across)):
         for (old, new), count_N in counts.items():
-            at = (was_N == old) & (will_N == new)
-            sends[at] = count_N[at]
-    return found[0], found[1]
+            sends[way] += count_N * ((was_N == old) & (will_N == new))
+    return sends
 
 
 LINKS = tuple(link for link in LINK_CLASSES if link in ("node", "cluster"))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.distributed.exchange.routes import member, rank_of
+from thermocline.distributed.exchange.routes import receiver
 from thermocline.distributed.placement.init_rows import in_slots
 from thermocline.distributed.placement.row_index import RowLocations
 from thermocline.distributed.process_groups import ProcessGroups
@@ -84,9 +84,9 @@ class RowMigration:
         mine_P = (was.part_N == k).nonzero()[:, 0]
         was, will = was.at(mine_P), will.at(mine_P)
         held_H, ranks_C = self._served(was, k)
-        rank_S, at_S = _stored_by(self.new, will.at(held_H), ranks_C, self.local_size).nonzero(as_tuple=True)
+        rank_S, at_S = self.new.row_index.stored_by(ranks_C[:, None], will.at(held_H)).nonzero(as_tuple=True)
         records_SB = self._records(k, was.index_N[held_H[at_S]])
-        gets_M = _stored_by(self.new, will, ranks_C.new_tensor([self.rank]), self.local_size)[0].nonzero()[:, 0]
+        gets_M = self.new.row_index.stored_by(self.rank, will).nonzero()[:, 0]
         from_M = self._source(was.at(gets_M), k)
         order_M = from_M.argsort(stable=True)
         sent, received = (torch.bincount(each, minlength=self.groups.size).tolist() for each in (ranks_C[rank_S], from_M))
@@ -102,12 +102,8 @@ class RowMigration:
     def _source(self, was: RowLocations, k: int) -> Tensor:
         """The rank that sends rows of an old part to this one."""
         tier = self.old.row_index.parts[k].tier
-        if tier == 1:
-            return torch.full_like(was.home_N, self.rank)
-        if tier == 3:
-            return was.home_N
-        members_N = member("node", was.home_N, self.local_size)
-        return rank_of("node", torch.full_like(was.home_N, self.rank), members_N, self.local_size)
+        here_N = torch.full_like(was.home_N, self.rank)
+        return here_N if tier == 1 else receiver("node" if tier == 2 else "everyone", here_N, was.home_N, self.local_size)
 
     def _records(self, k: int, index_S: Tensor) -> Tensor:
         """Local rows as stored (codes, meta words, state, and the value if they may be cached): [rows, bytes]."""
@@ -145,13 +141,6 @@ class RowMigration:
                 arena.write(part, index_K[~as_stored_K], values_MD[rest_K])
             for mine, theirs in zip(self.new.shard.states(part), states, strict=True):
                 _as_matrix(mine)[index_K] = theirs[at_K].view(torch.float32)
-
-
-def _stored_by(new: ShardedCollection, will: RowLocations, ranks_C: Tensor, local_size: int) -> Tensor:
-    """Which of these ranks store which rows: [rank, row]."""
-    tier_N, rank_C1 = new.row_index.tier_K[will.part_N], ranks_C[:, None]
-    second = (tier_N == 2) & (rank_C1 % local_size == will.home_N % local_size)
-    return (tier_N == 1) | second | ((tier_N == 3) & (rank_C1 == will.home_N))
 
 
 def _as_matrix(state: Tensor) -> Tensor:

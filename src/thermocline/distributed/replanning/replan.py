@@ -20,7 +20,7 @@ import torch
 
 from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.planned_tables import map_collections, planned_tables
-from thermocline.distributed.sharding import Sharding
+from thermocline.distributed.shard import Sharding
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile, add_up
 from thermocline.ids.idmap import IdMap
@@ -166,11 +166,10 @@ def _planned(sharding: Sharding, heat: HeatProfile) -> Plan:
             made = plan_with_heat(sharding.plan, heat), ""
         except BadInput as error:
             made = None, str(error)
-    plan, error_there = sharding.groups.all_gather(made)[0]
-    if plan is None:
-        raise BadInput(error_there)
-    found: Plan = plan
-    return found
+    made = sharding.groups.all_gather(made)[0]
+    if made[0] is None:
+        raise BadInput(made[1])
+    return made[0]
 
 
 def _seconds(plan: Plan, bytes_L: Any) -> float:

@@ -7,6 +7,7 @@ then look up the same samples, and the cluster requests fewer distinct rows than
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, cycle
 from pathlib import Path
 
 import numpy as np
@@ -57,13 +58,8 @@ class _SampleReader:
 
     def __init__(self, log: SimulationLog) -> None:
         self.log = log
-        self.chunks = self._endless()
+        self.chunks = chain.from_iterable(file.chunks(log.features) for file in cycle(log.files))
         self.left: dict[str, LogIds] = {}
-
-    def _endless(self) -> Iterator[dict[str, LogIds]]:
-        while True:
-            for file in self.log.files:
-                yield from file.chunks(self.log.features)
 
     def take(self, count: int) -> dict[str, LogIds]:
         """The next samples."""
@@ -85,4 +81,4 @@ def _joined(parts: Sequence[LogIds]) -> LogIds:
     if all(part.offsets is None for part in parts):
         return LogIds(ids_N)
     lengths = [np.ones(part.samples, np.int64) if part.offsets is None else np.diff(part.offsets) for part in parts]
-    return LogIds(ids_N, np.concatenate([[0], *(np.cumsum(np.concatenate(lengths)),)]))
+    return LogIds(ids_N, np.concatenate([[0], np.cumsum(np.concatenate(lengths))]))

@@ -24,14 +24,13 @@ import torch
 from numpy.typing import NDArray
 
 from thermocline.distributed.exchange import routes as R
-from thermocline.distributed.exchange.routes import PHASES, Kind, Routes, links_of, member, rank_of
+from thermocline.distributed.exchange.routes import PHASES, Kind, Phase, Routes, links_of, receiver
 from thermocline.distributed.exchange.traffic_meter import TrafficRecord, traffic_records
 from thermocline.distributed.placement.init_rows import initial_cache
 from thermocline.distributed.placement.local_shard import STORED
 from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import Counts, make_maps
-from thermocline.distributed.planned_tables import id_maps
-from thermocline.distributed.validate import check_table
+from thermocline.distributed.planned_tables import check_table, id_maps
 from thermocline.errors import BadInput
 from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profile import HeatProfile
@@ -40,9 +39,9 @@ from thermocline.plan.cost.phases import CommScope
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass, Plan
 from thermocline.plan.run_file import fingerprint
 
-from .owner_pooling import OwnerPooledRequests, joined, split_owner_pooled, sums_sent
 from .step_time import RowRequests, StepTimer
 
+_NOTHING = np.zeros(0, np.int64)
 _CARD, _NODE, _CLUSTER = (LINK_CLASSES.index(link) for link in ("card", "node", "cluster"))
 
 
@@ -173,13 +172,13 @@ class _Simulator:
         """One step of all ranks."""
         for reach, direction, numbers in self._count_exchanges():
             self._send_counts(reach, direction, numbers)
-        first, touched = 0, np.zeros(0, np.int64)
+        first, touched = 0, _NOTHING
         for chunk in chunks:
             assert len(chunk.samples_C) % self.local_size == 0
             requests, pooled = self._requests(first, chunk)
             self._request_rows(requests)
             self._request_sums(pooled)
-            touched, _ = _distinct(np.concatenate([touched, requests.row_N, pooled.row_N]))
+            touched = np.unique(np.concatenate([touched, requests.row_N, pooled.row_N]))
             first += len(chunk.samples_C)
         if first != self.ranks:
             raise BadInput(
@@ -213,9 +212,9 @@ class _Simulator:
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
-    def _requests(self, first: int, chunk: RankBatches) -> tuple[RowRequests, OwnerPooledRequests]:
-        """Distinct rows of each rank from `first` on, and lookups that owners pool."""
-        keys, pooled = [np.zeros(0, np.int64)], []
+    def _requests(self, first: int, chunk: RankBatches) -> tuple[RowRequests, RowRequests]:
+        """Distinct rows of each rank from `first` on, and all lookups that owners pool."""
+        keys, pooled = [_NOTHING], [RowRequests(*[_NOTHING] * 5)]
         summed = {part.table for part in self.row_index.parts if part.owner_pooled}
         ends_C = np.concatenate([[0], np.cumsum(chunk.samples_C)])
         for table, plan in enumerate(self.plan.tables):
@@ -227,25 +226,38 @@ class _Simulator:
                 row_N = self.ids[feature](torch.from_numpy(np.ascontiguousarray(bags.ids_N))).numpy()
                 row_N = row_N + self.row_index.first[table]
                 if table in summed:
-                    mine_N, others = split_owner_pooled(self.routes, self._located, rank_N, bags.offsets, row_N)
-                    rank_N, row_N = rank_N[mine_N], row_N[mine_N]
+                    rank_N, row_N, others = self._split_owner_pooled(rank_N, bags.offsets, row_N)
                     pooled.append(others)
                 keys.append(rank_N * self.row_index.rows + row_N)
                 self.time.results(table, first, lookups_C, chunk.samples_C)
-        key_N, lookups_N = _distinct(np.concatenate(keys))
+        key_N, lookups_N = np.unique(np.concatenate(keys), return_counts=True)
         rank_N, row_N = np.divmod(key_N, self.row_index.rows)
-        row_U, _ = _distinct(row_N.copy())  # many ranks request the same rows, and locating rows takes longest
-        at_N, (part_U, home_U) = np.searchsorted(row_U, row_N), self._located(row_U)
-        requests = RowRequests(rank_N, row_N, part_U[at_N], home_U[at_N], lookups_N)
-        self.time.lookups(requests)
-        return requests, joined(pooled)
+        return RowRequests(rank_N, row_N, *self._located(row_N), lookups_N), _joined(pooled)
+
+    def _split_owner_pooled(
+        self, rank_N: Counts, offsets: Counts | None, row_N: Counts
+    ) -> tuple[Counts, Counts, RowRequests]:  # fmt: skip
+        """Split the lookups of one feature: ranks and rows that the requester pools, and the others. No offsets: one per bag.
+
+        The lookup counts of the others are 1 for the first of a partial sum (one bag and owner) and else 0.
+        """
+        bag_N = np.arange(len(row_N)) if offsets is None else np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        part_N, home_N = self._located(row_N)
+        pooled_N = self.routes.owner_pooled_K[part_N]
+        first_N = np.zeros_like(row_N)
+        _, first_S = np.unique((bag_N * self.ranks + home_N)[pooled_N], return_index=True)
+        first_N[np.flatnonzero(pooled_N)[first_S]] = 1
+        return rank_N[~pooled_N], row_N[~pooled_N], _some(RowRequests(rank_N, row_N, part_N, home_N, first_N), pooled_N)
 
     def _located(self, row_N: Counts) -> tuple[Counts, Counts]:
-        where = self.row_index.locate(torch.from_numpy(row_N))
-        return where.part_N.numpy(), where.home_N.numpy()
+        """Parts and homes of rows. Many ranks request the same rows, and locating rows takes longest."""
+        row_U = np.unique(row_N)
+        at_N, where = np.searchsorted(row_U, row_N), self.row_index.locate(torch.from_numpy(row_U))
+        return where.part_N.numpy()[at_N], where.home_N.numpy()[at_N]
 
     def _request_rows(self, requests: RowRequests) -> None:
         """Requests of the ranks of some nodes, relayed requests, and gradients of replicated rows."""
+        self.time.lookups(requests.rank_N, requests.part_N, requests.lookups_N)
         routes = self.routes
         route_N = routes.route_K[requests.part_N]
         in_node, first = _some(requests, route_N == R.NODE), _some(requests, route_N == R.LOCAL)
@@ -259,7 +271,7 @@ class _Simulator:
         relays = self._all_to_all("across", "relay", relayed)
         self._flags([("across", relayed)])
         second = _some(in_node, routes.tier_K[in_node.part_N] == 2)
-        copied = self._once_a_node(_joined(first, second) if routes.syncs_nodes else _some(first, np.zeros(0, np.int64)))
+        copied = self._once_a_node(_joined([first, second]) if routes.syncs_nodes else _some(first, _NOTHING))
         self._message(relays, self._all_to_all("across", "sync", copied))
 
     def _once_a_node(self, requests: RowRequests) -> RowRequests:
@@ -267,9 +279,7 @@ class _Simulator:
         node_N = requests.rank_N // self.local_size
         _, at = np.unique(node_N * self.row_index.rows + requests.row_N, return_index=True)
         found = _some(requests, at)
-        return found._replace(
-            rank_N=rank_of("node", found.rank_N, member("node", found.home_N, self.local_size), self.local_size)
-        )
+        return found._replace(rank_N=receiver("node", found.rank_N, found.home_N, self.local_size))
 
     def _broadcast_sums(self, row_N: Counts) -> None:
         """Sums of replicated rows that any rank requested, from their homes to all holders."""
@@ -279,43 +289,43 @@ class _Simulator:
         if self.routes.syncs_nodes:
             self._to_all("across", home_N[copied_N], part_N[copied_N])
         first_N = self.routes.tier_K[part_N] == 1
-        self._to_all("node", member("node", home_N[first_N], self.local_size), part_N[first_N])
+        self._to_all("node", home_N[first_N] % self.local_size, part_N[first_N])
 
     # -- counting -----------------------------------------------------------------------------------------------------------
 
-    def _all_to_all(self, reach: CommScope, kind: Kind, requests: RowRequests) -> Counts:
+    def _all_to_all(
+        self, reach: CommScope, kind: Kind, requests: RowRequests, phases: Sequence[Phase] = (), pooled: bool = False
+    ) -> Counts:
         """Count the requests of ranks to the members of their groups that the homes determine, and the answers.
 
-        Returns the pairs of ranks with messages: sender * ranks + receiver.
+        `phases` are all phases of the kind by default. `pooled`: sums travel, not rows. Returns the pairs of ranks with
+        messages: sender * ranks + receiver.
         """
+        bytes_K = self.routes.sum_bytes_K if pooled else self.routes.bytes_K
         from_N, parts = requests.rank_N, len(self.row_index.parts)
-        to_N = rank_of(reach, from_N, member(reach, requests.home_N, self.local_size), self.local_size)
+        to_N = receiver(reach, from_N, requests.home_N, self.local_size)
         link_N = links_of(from_N, to_N, self.local_size)
         kept_N = np.flatnonzero((link_N != _CARD) | (kind == "request"))
         keys = [((end_N * len(LINK_CLASSES) + link_N) * parts + requests.part_N)[kept_N] for end_N in (from_N, to_N)]
         rows = [_counted(key_N, (self.ranks, len(LINK_CLASSES), parts)) for key_N in keys]
-        for phase in PHASES[kind]:
+        for phase in phases or PHASES[kind]:
             back = phase == "rows"
             d = DIRECTIONS.index(R.direction_of(kind, phase))
-            out_CLK, in_CLK = (rows[end] * self.routes.bytes_K[phase] for end in (int(back), int(not back)))
-            if back and len(self.cached[0]):
+            sizes = [counts_CLK * bytes_K[phase] for counts_CLK in rows]  # by sender of the request, and by receiver
+            if back and not pooled and len(self.cached[0]):
                 more_N = self._slot_bytes(requests)[kept_N]
-                out_CLK, in_CLK = (
-                    each + _weighed(keys[end], more_N, each.shape)
-                    for end, each in ((int(back), out_CLK), (int(not back), in_CLK))
-                )
+                sizes = [each + _counted(key_N, each.shape, more_N) for key_N, each in zip(keys, sizes, strict=True)]
+            out_CLK, in_CLK = reversed(sizes) if back else sizes
             self.sent[:, d, :, :-1] += out_CLK
             self.time.all_to_all(reach, kind, phase, out_CLK, in_CLK)
-        return _distinct((from_N * self.ranks + to_N)[link_N != _CARD])[0]
+        return np.unique((from_N * self.ranks + to_N)[link_N != _CARD])
 
-    def _request_sums(self, pooled: OwnerPooledRequests) -> None:
+    def _request_sums(self, pooled: RowRequests) -> None:
         """Ids of lookups go to owners; every partial sum comes back, and the gradient of its bag goes to the owner."""
-        self.time.pools(pooled.ids)
-        for phase, out_CLK, in_CLK in sums_sent(pooled, self.routes):
-            self.sent[:, DIRECTIONS.index(phase), :, :-1] += out_CLK
-            self.time.all_to_all("everyone", "request", phase, out_CLK, in_CLK)
-        from_N, to_N, _ = pooled.sums
-        self._message((from_N * self.ranks + to_N)[from_N != to_N], np.zeros(0, np.int64))
+        self.time.lookups(pooled.home_N, pooled.part_N, 1)
+        self._all_to_all("everyone", "request", pooled, ("ids",), pooled=True)
+        sums = _some(pooled, pooled.lookups_N > 0)
+        self._message(self._all_to_all("everyone", "request", sums, ("rows", "gradients"), pooled=True), _NOTHING)
 
     def _slot_bytes(self, requests: RowRequests) -> Counts:
         """Additional bytes of cached rows in messages."""
@@ -335,7 +345,7 @@ class _Simulator:
         pairs = []
         for reach, requests in hops:
             some = _some(requests, slotted_K[requests.part_N])
-            to_N = rank_of(reach, some.rank_N, member(reach, some.home_N, self.local_size), self.local_size)
+            to_N = receiver(reach, some.rank_N, some.home_N, self.local_size)
             pairs.append(to_N * self.ranks + some.rank_N)
         pair_P, count_P = np.unique(np.concatenate(pairs), return_counts=True)
         ends = pair_P // self.ranks, pair_P % self.ranks
@@ -376,24 +386,13 @@ class _Simulator:
         )
 
 
-def _distinct(key_N: Counts) -> tuple[Counts, Counts]:
-    """Distinct keys, ascending, and how often each occurs. Sorts the keys in place."""
-    key_N.sort()
-    begins = np.flatnonzero(np.concatenate([[True], key_N[1:] != key_N[:-1]])) if len(key_N) else np.zeros(0, np.int64)
-    return key_N[begins], np.diff(begins, append=len(key_N))
-
-
 def _some(requests: RowRequests, which: Counts | NDArray[np.bool_]) -> RowRequests:
     return RowRequests(*(each[which] for each in requests))
 
 
-def _joined(one: RowRequests, other: RowRequests) -> RowRequests:
-    return RowRequests(*(np.concatenate(each) for each in zip(one, other, strict=True)))
+def _joined(some: Sequence[RowRequests]) -> RowRequests:
+    return RowRequests(*(np.concatenate(each) for each in zip(*some, strict=True)))
 
 
-def _weighed(key_N: Counts, weight_N: Counts, shape: tuple[int, ...]) -> Counts:
+def _counted(key_N: Counts, shape: tuple[int, ...], weight_N: Counts | None = None) -> Counts:
     return np.bincount(key_N, weight_N, minlength=int(np.prod(shape))).astype(np.int64).reshape(shape)
-
-
-def _counted(key_N: Counts, shape: tuple[int, ...]) -> Counts:
-    return np.bincount(key_N, minlength=int(np.prod(shape))).reshape(shape)

@@ -14,8 +14,6 @@ from thermocline.plan.cost.phases import CommScope, exchange_latency, exchange_p
 from thermocline.plan.cost.step_cost import TOUCHES, Cluster, Floats
 from thermocline.plan.model import LINK_CLASSES, STEP_PARTS, Direction, Plan
 
-from .owner_pooling import Transfers
-
 _NODE, _CLUSTER = (LINK_CLASSES.index(link) for link in ("node", "cluster"))
 
 
@@ -55,16 +53,10 @@ class StepTimer:
         for part in ("lookup", "update"):
             self.memory[part][first : first + len(vectors_C)] += 4 * plan.dim * vectors_C
 
-    def lookups(self, requests: RowRequests) -> None:
-        """Looked-up rows are read."""
-        read_N = requests.lookups_N * self.routes.bytes_K["rows"][requests.part_N]
-        self.memory["lookup"] += np.bincount(requests.rank_N, read_N, minlength=self.machine.world_size)
-
-    def pools(self, ids: Transfers) -> None:
-        """Owners read the rows that they pool."""
-        self.memory["lookup"] += np.bincount(
-            ids.to_N, self.routes.bytes_K["rows"][ids.part_N], minlength=self.machine.world_size
-        )
+    def lookups(self, rank_N: Counts, part_N: Counts, lookups_N: Counts | int) -> None:
+        """Ranks read the rows that they pool."""
+        read_N = lookups_N * self.routes.bytes_K["rows"][part_N]
+        self.memory["lookup"] += np.bincount(rank_N, read_N, minlength=self.machine.world_size)
 
     def updates(self, part_N: Counts, home_N: Counts) -> None:
         """Distinct rows that any rank requested are updated by all holders."""
