@@ -41,9 +41,8 @@ def test_every_row_has_one_place_that_loaders_and_kernels_agree_on(
     made, other = tables.splits(shards, split, seed)
     shard_R, place_R = made.owner_and_place(np.arange(rows))
     found: dict[int, tuple[int, int]] = {}
-    for shard in range(shards):
-        for begin, end in ((0, min(cut, rows)), (min(cut, rows), rows)):
-            owned, places = made.owned_by(shard, begin, end)
+    for begin, end in ((0, min(cut, rows)), (min(cut, rows), rows)):
+        for shard, owned, places in made.owned_runs(range(shards), begin, end):
             for row, place in zip(np.arange(begin, end)[owned], range(places.start, places.stop), strict=True):
                 assert int(row) not in found and place < made.places(shard)
                 found[int(row)] = (shard, place)
