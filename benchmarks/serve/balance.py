@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from benchmarks.plan.balance import LookupLog, Rows, logs
 from benchmarks.plan.replay import copies_within
 from benchmarks.runner.record import Recorder
-from thermocline.serve.tables.partition import RowHeat, TableShape, balanced_split, split_tables
+from thermocline import formats as F
+from thermocline.serve.tables.partition import RowHeat, balanced_split, split_tables
 from thermocline.serve.tables.row_split import TableSplit
+from thermocline.serve.tables.segments import ServedTable
 
 CARDS, EXTRA, WINDOW = 8, 0.10, 10_240
 LIMIT = 1.05
@@ -53,8 +55,8 @@ def run(
                 recorder.add(case, worst, "max/mean", "asked at most", LIMIT, LIMIT / worst, extra_bytes=extra)
 
 
-def _shapes(log: LookupLog) -> list[TableShape]:
-    return [TableShape(f"t{n}", int(rows.max()) + 1, 1) for n, rows in enumerate(log.tables)]
+def _shapes(log: LookupLog) -> list[ServedTable]:
+    return [ServedTable(f"t{n}", int(rows.max()) + 1, 1, F.INT8, ()) for n, rows in enumerate(log.tables)]
 
 
 def by_heat(log: LookupLog, seen: Sequence[Rows]) -> tuple[list[TableSplit], float]:

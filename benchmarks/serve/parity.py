@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,8 @@ from thermocline.rows.arena import Arena
 from thermocline.rows.precision import format_of
 from thermocline.rows.table_spec import TableSpec
 from thermocline.rows.training import lookup
-from thermocline.serve.tables.partition import TableShape, split_tables
+from thermocline.serve.tables import gpu_shards
+from thermocline.serve.tables.partition import split_tables
 from thermocline.serve.tables.segments import BlockWriter, ServedTable, ShardLayout, SharedSegment, make_layout
 from thermocline.serve.tables.version import TableVersion
 
@@ -165,7 +167,7 @@ def _look_up(version: TableVersion, shape: Shape, call: Call) -> Tensor:
 
 def _arranged(shape: Shape, precision: str, cards: int, device: str) -> ShardLayout:
     infos = [ServedTable(f"t{n}", shape.rows, shape.dim, format_of(precision), (f"t{n}",)) for n in range(shape.tables)]
-    splits = split_tables([TableShape(t.name, t.rows, t.row_bytes) for t in infos], cards, "hash")
+    splits = split_tables(infos, cards, "hash")
     return make_layout(infos, splits, records=device == "cpu")
 
 
@@ -184,14 +186,8 @@ def _placed(
             if device == "cpu":
                 BlockWriter(table_layout, memory).put(begin, codes_RB[part].numpy(), meta_RW[part].numpy())
                 continue
-            from thermocline.serve.tables.gpu_shards import views
-
-            for card, segment in enumerate(given):
-                owned, places = table_layout.split.owned_by(card, part.start, part.stop)
-                rows = owned if isinstance(owned, slice) else torch.from_numpy(owned).to(device)
-                codes_PB, meta_PW = views(table_layout, segment, card)
-                codes_PB[places] = codes_RB[part][rows]
-                meta_PW[places] = meta_RW[part][rows]
+            rows_R = np.arange(part.start, part.stop)
+            gpu_shards.put_rows(table_layout, given, rows_R, codes_RB[part].cpu().numpy(), meta_RW[part].cpu().numpy())
     modes = {info: F.SUM for info in (table_layout.table.name for table_layout in layout.tables)}
     return TableVersion.of("bench", layout, list(given), {}, modes)
 

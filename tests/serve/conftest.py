@@ -15,7 +15,7 @@ from thermocline import formats as F
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.quantize.reference import quantize_rows
 from thermocline.kernels.serve.fields import ServedBags
-from thermocline.serve.tables.partition import RowHeat, TableShape, balanced_split, split_tables
+from thermocline.serve.tables.partition import RowHeat, balanced_split, split_tables
 from thermocline.serve.tables.row_split import TableSplit
 from thermocline.serve.tables.segments import BlockWriter, ServedTable, SharedSegment, make_layout, put_rows
 from thermocline.serve.tables.version import TableVersion
@@ -39,12 +39,11 @@ class Tables:
 
     def splits(self, shards: int, split: str, seed: int = 0) -> list[TableSplit]:
         """Splits by name; "plan" with random heat and a tenth of the rows copied."""
-        shapes = [TableShape(t.name, t.rows, t.row_bytes) for t in self.infos]
         if split != "plan":
-            return split_tables(shapes, shards, split)
+            return split_tables(self.infos, shards, split)
         random, load_S = np.random.default_rng(seed), np.zeros(shards)
         made = []
-        for shape in shapes:
+        for shape in self.infos:
             rows_H = random.permutation(shape.rows)[: random.integers(0, shape.rows + 1)]
             heat = RowHeat(rows_H, np.sort(random.integers(1, 99, len(rows_H)))[::-1])
             made.append(balanced_split(shape, shards, heat, (shape.rows + 9) // 10, load_S))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import thermocline
 from support import has
 from thermocline import BadInput, IdMap
+from thermocline import formats as F
 from thermocline.heat.profiler import profile_batches
 from thermocline.kernels.serve import reference
 from thermocline.plan.tables import TableConfig
@@ -21,7 +22,7 @@ from thermocline.plan.topology import Topology
 from thermocline.serve.tables.checkpoint_source import CheckpointSource
 from thermocline.serve.tables.gpu_shards import fill
 from thermocline.serve.tables.load_job import FileSlice, LoadJob
-from thermocline.serve.tables.partition import TableShape, split_tables
+from thermocline.serve.tables.partition import split_tables
 from thermocline.serve.tables.row_split import TableSplit
 from thermocline.serve.tables.segments import ServedTable, make_layout
 from thermocline.serve.tables.shard_group import ShardGroup
@@ -40,9 +41,8 @@ def test_every_row_has_one_place_that_loaders_and_kernels_agree_on(
     made, other = tables.splits(shards, split, seed)
     shard_R, place_R = made.owner_and_place(np.arange(rows))
     found: dict[int, tuple[int, int]] = {}
-    for shard in range(shards):
-        for begin, end in ((0, min(cut, rows)), (min(cut, rows), rows)):
-            owned, places = made.owned_by(shard, begin, end)
+    for begin, end in ((0, min(cut, rows)), (min(cut, rows), rows)):
+        for shard, owned, places in made.owned_runs(range(shards), begin, end):
             for row, place in zip(np.arange(begin, end)[owned], range(places.start, places.stop), strict=True):
                 assert int(row) not in found and place < made.places(shard)
                 found[int(row)] = (shard, place)
@@ -58,7 +58,7 @@ def test_every_row_has_one_place_that_loaders_and_kernels_agree_on(
 
 def test_the_partition_is_the_documented_one() -> None:
     """Golden values: rows must not move between shards with an update."""
-    shapes = [TableShape("user", 20, 132), TableShape("item", 9, 132)]
+    shapes = [ServedTable("user", 20, 128, F.INT8, ()), ServedTable("item", 9, 128, F.INT8, ())]
     user, item = split_tables(shapes, 4, "hash")
     assert user.owner_and_place(np.arange(20))[0].tolist() == GOLDEN["user"]
     assert item.owner_and_place(np.arange(9))[0].tolist() == GOLDEN["item"]

@@ -40,8 +40,8 @@ class RankingModel:
 
     def __init__(self, group: ShardGroup, name: str = "rank") -> None:
         self.group, self.name = group, name
-        self._made: tuple[TableVersion, DlrmScorer | SequenceScorer] | None = None
         self.outputs = [TensorMetadata(SCORE, "FP32", (-1,))]
+        self._scorer = lru_cache(maxsize=1)(make_scorer)
         self._scorer(group.current)
 
     @property
@@ -51,13 +51,6 @@ class RankingModel:
     @property
     def inputs(self) -> Sequence[TensorMetadata]:
         return self._scorer(self.group.current).inputs
-
-    def _scorer(self, version: TableVersion) -> DlrmScorer | SequenceScorer:
-        """The scorer of a version, made once."""
-        made = self._made
-        if made is None or made[0] is not version:
-            made = self._made = (version, make_scorer(version))
-        return made[1]
 
     @torch.no_grad()
     def infer(self, requests: Sequence[Mapping[str, Array]]) -> list[LookupResult | Exception]:

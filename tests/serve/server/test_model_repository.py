@@ -121,7 +121,7 @@ def test_a_server_is_ready_when_its_last_model_is_loaded(tmp_path):
             def load(self, name, version, folder):
                 with pytest.raises(NotReady):
                     repository.served("c")
-                seen.append((repository.ready, [entry.state for entry in repository.index()]))
+                seen.append((repository.ready, [entry["state"] for entry in repository.index()]))
                 return super().load(name, version, folder)
 
         repository = ModelRepository(tmp_path, Loader([]), ServerLimits(), ServerMetrics())

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from thermocline.errors import BadInput
 
 from . import schema
-from .tensors import DATATYPES, Array, InferRequest, contiguous, from_bytes, from_values, refuse_unsupported
+from .tensors import DATATYPES, Array, InferRequest, from_bytes, from_values, refuse_unsupported
 
 _RAW_OUTPUT = b"\x32"  # field 6, length-delimited
 _ID = b"\x1a"  # field 3, length-delimited
@@ -98,7 +99,7 @@ def write_response(model: str, version: str, id: str, outputs: Mapping[str, Arra
     for name, array in outputs.items():
         message.outputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
         pieces.append(_RAW_OUTPUT + varint(array.nbytes))
-        pieces.append(contiguous(array).data if array.nbytes else b"")
+        pieces.append(np.ascontiguousarray(array).data if array.nbytes else b"")
     pieces[0] = message.SerializeToString()
     return b"".join(pieces)
 

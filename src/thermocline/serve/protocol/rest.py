@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from thermocline.errors import BadInput
 
-from .tensors import DATATYPES, Array, InferRequest, contiguous, from_bytes, from_values, refuse_unsupported
+from .tensors import DATATYPES, Array, InferRequest, from_bytes, from_values, refuse_unsupported
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
-class RestRequest(NamedTuple):
-    """A request and the outputs that it wants as bytes (None: all)."""
-
-    request: InferRequest
-    binary: frozenset[str] | None
-
-
-def read_request(model: str, version: str, body: bytes, header_length: str | None) -> RestRequest:
-    """Read the body of an infer request."""
+def read_request(
+    model: str, version: str, body: bytes, header_length: str | None
+) -> tuple[InferRequest, frozenset[str] | None]:
+    """Read the body of an infer request. Returns the request, and the outputs that it wants as bytes (None: all)."""
     length = len(body)
     if header_length is not None:
         if not (header_length.isascii() and header_length.isdigit() and int(header_length) <= length):
@@ -51,7 +48,7 @@ def read_request(model: str, version: str, body: bytes, header_length: str | Non
     id = content.get("id", "")
     if not isinstance(id, str):
         raise BadInput("'id' must be a string", parameter="id")
-    return RestRequest(InferRequest(model, version, id, inputs, outputs), binary)
+    return InferRequest(model, version, id, inputs, outputs), binary
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -111,7 +108,7 @@ def write_response(
         tensor: dict[str, Any] = {"name": name, "datatype": DATATYPES[array.dtype], "shape": list(array.shape)}
         if binary is None or name in binary:
             tensor["parameters"] = {"binary_data_size": array.nbytes}
-            pieces.append(contiguous(array).data if array.nbytes else b"")
+            pieces.append(np.ascontiguousarray(array).data if array.nbytes else b"")
         else:
             tensor["data"] = array.reshape(-1).tolist()
         tensors.append(tensor)

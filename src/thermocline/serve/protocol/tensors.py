@@ -99,8 +99,3 @@ def _element_count(name: str, shape: Sequence[int]) -> int:
         words = f"input {name!r} has shape {list(shape)[:9]}; sizes must be 0 or more, and at most 8 of them"
         raise BadInput(words, parameter=name)
     return math.prod(shape)  # Python integers cannot overflow
-
-
-def contiguous(array: Array) -> Array:
-    """The array in row-major order, copied only if necessary."""
-    return array if array.flags.c_contiguous else np.ascontiguousarray(array)

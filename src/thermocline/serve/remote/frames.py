@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,11 +60,17 @@ def receive_message(source: socket.socket) -> tuple[dict[str, Any], bytearray]:
     return message, receive_exactly(source, more)
 
 
-def request_rows(to: socket.socket, version: int, runs: Sequence[tuple[int, int]], places_N: Places) -> int:
+def exchange_messages(with_host: socket.socket, message: dict[str, Any], *data: Any) -> dict[str, Any]:
+    """The reply of a host to a message."""
+    with_host.sendall(CONTROL)
+    send_message(with_host, message, *data)
+    return receive_message(with_host)[0]
+
+
+def request_rows(to: socket.socket, version: int, runs_K2: NDArray[np.int64], places_N: Places) -> int:
     """Request rows: of each run, a number of shard and table, and a count of places. Returns the bytes sent."""
-    frame = b"".join(
-        (ROWS, _ROWS.pack(version, len(runs), len(places_N)), np.array(runs, np.uint32).tobytes(), places_N.tobytes())
-    )
+    header = ROWS + _ROWS.pack(version, len(runs_K2), len(places_N))
+    frame = header + runs_K2.astype(np.uint32).tobytes() + places_N.tobytes()
     to.sendall(frame)
     return len(frame)
 

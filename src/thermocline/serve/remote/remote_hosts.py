@@ -84,9 +84,7 @@ class RemoteHost:
         """The reply to a message. An error of the host is raised here."""
         with self._control_lock:
             try:
-                self._control.sendall(frames.CONTROL)
-                frames.send_message(self._control, message, *data)
-                reply, _ = frames.receive_message(self._control)
+                reply = frames.exchange_messages(self._control, message, *data)
             except BaseException:
                 self._broken = True  # the next reply may belong to this message
                 raise
@@ -108,9 +106,7 @@ class RemoteHost:
         if self._broken:
             raise EOFError("messages do not get through")
         with self._heartbeat_lock:
-            self._heartbeats.sendall(frames.CONTROL)
-            frames.send_message(self._heartbeats, {"do": "status"})
-            reply, _ = frames.receive_message(self._heartbeats)
+            reply = frames.exchange_messages(self._heartbeats, {"do": "status"})
         self.shards = {name: (pids, ready) for name, (pids, ready) in reply["shards"].items()}
 
     def close(self) -> None:
@@ -155,10 +151,10 @@ class RemoteHosts:
             found += [None if host.lost else RemoteSegment(host.number, n) for n in range(len(there))]
         return found
 
-    def owner(self, shard: int, shards: int) -> tuple[RemoteHost, int]:
+    def owner(self, shard: int, shards: int) -> tuple[int, int]:
         """The host of a shard, and the shard's number there."""
-        host = next(each for each in self.remote if shard in shards_of(each.number, self.count, shards))
-        return host, shard - shards_of(host.number, self.count, shards).start
+        host = next(n for n in range(self.count) if shard in shards_of(n, self.count, shards))
+        return host, shard - shards_of(host, self.count, shards).start
 
     # -- versions --
 
@@ -267,30 +263,27 @@ def connect_remote_hosts(device: str, shards: int) -> RemoteHosts | None:
     if device != "cpu" or shards < hosts:
         way_out = "several hosts need device 'cpu', and a shard for each host"
         raise BadInput(f"{shards} shards on {hosts} hosts, device {device}: {way_out}", parameter="shards", needed=hosts)
-    return _connect()
-
-
-@cache
-def _connect() -> RemoteHosts:
     rendezvous = join_rendezvous()
     assert rendezvous is not None
-    return RemoteHosts(rendezvous)
+    return _connect(rendezvous)
+
+
+_connect = cache(RemoteHosts)  # once in a process
 
 
 class RemoteFetch:
-    """Fetches rows of other hosts, for one version."""
+    """Fetches rows of other hosts, for one version. A *run* is one table in one remote shard."""
 
     def __init__(self, hosts: RemoteHosts, layout: ShardLayout, version: int) -> None:
         self._hosts, self._version = hosts, version
-        begins, strides, metas, self._owners = [], [], [], []
+        runs = []
         for shard in range(hosts.local_shards(layout.shards).stop, layout.shards):
             host, number = hosts.owner(shard, layout.shards)
             for table, each in enumerate(layout.tables):
-                begins.append(RemoteSegment(host.number, number).data_ptr() + each.codes_S[shard])
-                strides.append(each.stride)
-                metas.append(4 * F.META_WORDS[each.table.format])
-                self._owners.append((host, number * len(layout.tables) + table, shard))
-        self._begins_K, self._strides_K, self._metas_K = (np.array(each, np.int64) for each in (begins, strides, metas))
+                begin, meta = RemoteSegment(host, number).data_ptr() + each.codes_S[shard], 4 * F.META_WORDS[each.table.format]
+                runs.append((begin, each.stride, meta, host, number * len(layout.tables) + table, shard))
+        fields = np.array(runs, np.int64).T.copy()
+        self._begins_K, self._strides_K, self._metas_K, self._hosts_K, self._numbers_K, self._shards_K = fields
 
     def __call__(self, addresses_N: NDArray[np.int64]) -> object:
         """Replace remote addresses by those of fetched records. Returns their memory, to be kept while they are read."""
@@ -303,43 +296,36 @@ class RemoteFetch:
         places_U = ((wanted_U - self._begins_K[run_U]) // strides_U).astype(np.uint32)
         ends_U = strides_U.cumsum()
         memory = np.empty(int(ends_U[-1]) + 128, np.uint8)  # vector loads may read a little beyond the last row
-        numbers, firsts, counts = np.unique(run_U, return_index=True, return_counts=True)
-        runs = list(zip(numbers.tolist(), firsts.tolist(), counts.tolist(), strict=True))
-        self._exchange(runs, places_U, ends_U, memory)
+        self._exchange(run_U, places_U, ends_U, memory.data)
         at_U = ends_U - strides_U + self._metas_K[run_U]
         addresses_N[remote_M] = memory.__array_interface__["data"][0] + at_U[which_M]
         return memory
 
-    def _exchange(
-        self, runs: list[tuple[int, int, int]], places_U: NDArray[np.uint32], ends_U: NDArray[np.int64], memory: Bytes
-    ) -> None:  # fmt: skip
-        """Send all requests, then receive all replies: one round trip. The runs of a host are consecutive."""
-        asked = [(host, own) for host in self._hosts.remote if (own := [run for run in runs if self._host(run) is host])]
-        view, shard = memory.data, -1
+    def _exchange(self, run_U: Rows, places_U: frames.Places, ends_U: Rows, into: memoryview) -> None:
+        """Send all requests, then receive all replies: one round trip. The rows of a host are consecutive."""
+        asked, shard, refused = [], -1, -1
+        for host in self._hosts.remote:
+            first, end = np.searchsorted(self._hosts_K[run_U], (host.number, host.number + 1)).tolist()
+            if first < end:
+                asked.append((host, slice(first, end), int(self._shards_K[run_U[first]])))
         with ExitStack() as locks:
-            for host, own in asked:
+            for host, _, shard in asked:
                 locks.enter_context(host.rows_lock)
                 if host.lost:
-                    raise ShardDown(self._owners[own[0][0]][2], f"host {host.number} is gone")
+                    raise ShardDown(shard, f"host {host.number} is gone")
             try:
-                for host, own in asked:
-                    shard, sent = self._owners[own[0][0]][2], [(self._owners[number][1], count) for number, _, count in own]
-                    which = slice(own[0][1], own[-1][1] + own[-1][2])
-                    self._hosts.sent += frames.request_rows(host.rows, self._version, sent, places_U[which])
-                refused = -1
-                for host, own in asked:
-                    shard, first, last = self._owners[own[0][0]][2], own[0][1], own[-1][1] + own[-1][2]
-                    begin, end = int(ends_U[first - 1]) if first else 0, int(ends_U[last - 1])
-                    refused = refused if self._receive(host, view[begin:end]) else shard
+                for host, own, shard in asked:  # noqa: B007 the error names the shard
+                    runs = np.stack(np.unique(self._numbers_K[run_U[own]], return_counts=True), 1)
+                    self._hosts.sent += frames.request_rows(host.rows, self._version, runs, places_U[own])
+                for host, own, shard in asked:
+                    begin, end = int(ends_U[own.start - 1]) if own.start else 0, int(ends_U[own.stop - 1])
+                    refused = refused if self._receive(host, into[begin:end]) else shard
             except (OSError, EOFError) as error:
-                for host, _ in asked:
+                for host, _, _ in asked:
                     self._hosts.lose(host)  # all of them: their replies would be taken for those to the next request
                 raise ShardDown(shard, f"its host does not reply: {error}") from None
         if refused >= 0:
             raise ShardDown(refused, "its host has another version")
-
-    def _host(self, run: tuple[int, int, int]) -> RemoteHost:
-        return self._owners[run[0]][0]
 
     def _receive(self, host: RemoteHost, into: memoryview) -> bool:
         """Receive records; False if the host does not have the version."""

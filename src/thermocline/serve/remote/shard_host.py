@@ -16,7 +16,6 @@ import threading
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thermocline import formats as F
 from thermocline.errors import BadInput, FormatError
@@ -28,7 +27,6 @@ from thermocline.serve.tables.supervisor import Supervisor
 from . import frames
 from .rendezvous import Rendezvous, join_rendezvous
 
-Records = NDArray[np.uint8]
 MAX_ALONE = 30.0  # seconds without the front end, after which a host ends
 
 
@@ -40,15 +38,12 @@ class HostedVersion:
         sizes = job.layout.sizes_S[job.first : job.first + shards]
         check_fits(sum(sizes), f"the rows of shards {job.first} to {job.first + shards - 1}")
         self.segments = [SharedSegment(size, f"shard-{job.first + n}") for n, size in enumerate(sizes)]
-
-    def views(self) -> list[Records]:
-        """Records of every table in every shard, by place: shard after shard, tables in order."""
-        found: list[Records] = []
-        for shard, segment in enumerate(self.segments, self.job.first):
-            for each in self.job.layout.tables:
-                shape = (each.split.places(shard), each.stride)
-                found.append(np.ndarray(shape, np.uint8, segment.memory, each.meta_S[shard]))
-        return found
+        # Records of every table in every shard, by place: shard after shard, tables in order.
+        self.views: list[Bytes] = [
+            np.ndarray((each.split.places(shard), each.stride), np.uint8, segment.memory, each.meta_S[shard])
+            for shard, segment in enumerate(self.segments, job.first)
+            for each in job.layout.tables
+        ]
 
 
 class ShardHost:
@@ -57,7 +52,6 @@ class ShardHost:
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
         self._versions: dict[int, HostedVersion] = {}
-        self._views: dict[int, list[Records]] = {}
         self._supervisors: dict[str, Supervisor] = {}  # by group
         self._closed: set[str] = set()  # groups: a late load must not start their shards again
         self._lock = threading.Lock()
@@ -123,8 +117,9 @@ class ShardHost:
 
     def _send_rows(self, connection: socket.socket) -> None:
         version, runs, places_N = frames.receive_row_request(connection)
-        views = self._views.get(version)
-        if views is None or any(number >= len(views) for number, _ in runs) or sum(n for _, n in runs) != len(places_N):
+        hosted = self._versions.get(version)
+        views = [] if hosted is None else hosted.views
+        if not views or any(number >= len(views) for number, _ in runs) or sum(n for _, n in runs) != len(places_N):
             connection.sendall(frames.SIZE.pack(frames.REFUSED))
             return
         size = sum(count * views[number].shape[1] for number, count in runs)
@@ -178,11 +173,10 @@ class ShardHost:
         with self._lock:
             if self._supervisors.get(group) is not supervisor:
                 raise NotReady("the shards were closed while they loaded")
-            self._versions[version], self._views[version] = hosted, hosted.views()
+            self._versions[version] = hosted
 
     def _drop(self, version: int) -> None:
         with self._lock:
-            self._views.pop(version, None)
             hosted = self._versions.pop(version, None)
             supervisor = None if hosted is None else self._supervisors[hosted.group]
         if supervisor is not None:
@@ -190,7 +184,7 @@ class ShardHost:
 
     def _close_group(self, group: str) -> None:
         for version in [number for number, each in self._versions.items() if each.group == group]:
-            del self._views[version], self._versions[version]
+            del self._versions[version]
         if (supervisor := self._supervisors.pop(group, None)) is not None:
             supervisor.close()
 

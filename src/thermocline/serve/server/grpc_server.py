@@ -82,7 +82,7 @@ class GrpcService:
             "ServerMetadata": lambda request: service.server_metadata(),
             "ModelMetadata": lambda request: service.model_metadata(request.name, request.version),
             "ModelStatistics": lambda request: service.statistics(request.name, request.version),
-            "RepositoryIndex": lambda request: {"models": service.index(request.ready)},
+            "RepositoryIndex": lambda request: {"models": service.repository.index(request.ready)},
             "RepositoryModelLoad": self._load,
             "RepositoryModelUnload": self._unload,
         }

@@ -35,15 +35,48 @@ _FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Lengt
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class HttpService:
-    """Routes of the HTTP server."""
+class HttpServer:
+    """An aiohttp server on one port, and its routes."""
 
-    def __init__(self, service: InferenceService, limits: ServerLimits, history: MetricsHistory) -> None:
-        self._service, self._limits, self._history = service, limits, history
-        self._reading = 0
+    def __init__(
+        self, service: InferenceService, limits: ServerLimits, credentials: Credentials, history: MetricsHistory
+    ) -> None:
+        self._service, self._limits, self._history, self._tls = service, limits, history, _tls(credentials)
+        self._reading = 0  # bytes of bodies
+        guards = [_token_middleware(credentials.token)] if credentials.token else []
+        app = web.Application(client_max_size=limits.message, middlewares=[self._close_when_draining, *guards, self._errors])
+        app.add_routes(self._routes())
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=_SILENT, handler_cancellation=True, keepalive_timeout=limits.slow,
+            lingering_time=min(limits.slow, 2.0), shutdown_timeout=limits.drain,
+        )  # fmt: skip
+        self._listening: asyncio.Server | None = None
 
-    def routes(self) -> list[web.RouteDef]:
-        """All routes of the server."""
+    async def start(self, host: str, port: int) -> int:
+        """Open the port, and return its number."""
+        await self._runner.setup()
+        server, most = self._runner.server, self._limits.streams
+        assert server is not None
+
+        def connection() -> asyncio.Protocol:
+            return server() if len(server.connections) < most else _ConnectionLimit()
+
+        loop = asyncio.get_running_loop()
+        try:
+            self._listening = await loop.create_server(connection, host, port, ssl=self._tls, backlog=512)
+        except OSError as error:
+            words = f"cannot listen on {host}:{port} for HTTP: {error.strerror}"
+            raise BadInput(words, parameter="http_port", value=port) from error
+        return int(self._listening.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Close the port, finish requests in flight, close connections."""
+        if self._listening is not None:
+            self._listening.close()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._runner.cleanup(), self._limits.drain + 1)
+
+    def _routes(self) -> list[web.RouteDef]:
         service, model = self._service, _model_and_version
         get: dict[str, Callable[[web.Request], web.Response]] = {
             "/v2/health/live": lambda request: web.Response(),
@@ -63,18 +96,18 @@ class HttpService:
             get[under] = lambda request: _json_response(service.model_metadata(*model(request)))
             get[f"{under}/ready"] = lambda request: web.Response(status=200 if service.model_ready(*model(request)) else 503)
             get[f"{under}/stats"] = lambda request: _json_response(service.statistics(*model(request)))
-            post[f"{under}/infer"] = self.infer
+            post[f"{under}/infer"] = self._infer
         routes = [web.get(path, _as_coroutine(method)) for path, method in get.items()]
         return routes + [web.post(path, method) for path, method in post.items()]
 
-    async def infer(self, request: web.Request) -> web.Response:
+    async def _infer(self, request: web.Request) -> web.Response:
         """POST /v2/models/MODEL/infer."""
         model, version = _model_and_version(request)
         body = await self._body(request)
         received, service = perf_counter(), self._service
-        rest = read_request(model, version, body, request.headers.get(HEADER_LENGTH))
-        result = await service.infer(rest.request, service.find(rest.request))
-        encoded, length = write_response(model, result.version, rest.request.id, result.outputs, rest.binary)
+        parsed, binary = read_request(model, version, body, request.headers.get(HEADER_LENGTH))
+        result = await service.infer(parsed, service.find(parsed))
+        encoded, length = write_response(model, result.version, parsed.id, result.outputs, binary)
         service.record(model, result, received, perf_counter())
         if length is None:
             return web.Response(body=encoded, content_type="application/json")
@@ -103,7 +136,7 @@ class HttpService:
         return read_json(body) if body.strip() else {}
 
     async def _index(self, request: web.Request) -> web.Response:
-        return _json_response(self._service.index((await self._json(request)).get("ready") is True))
+        return _json_response(self._service.repository.index((await self._json(request)).get("ready") is True))
 
     async def _load(self, request: web.Request) -> web.Response:
         parameters = (await self._json(request)).get("parameters") or {}
@@ -120,7 +153,7 @@ class HttpService:
         return web.Response()
 
     @web.middleware
-    async def close_when_draining(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _close_when_draining(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Close connections after their response while the server shuts down."""
         response = await handler(request)
         if self._service.repository.draining:
@@ -128,7 +161,7 @@ class HttpService:
         return response
 
     @web.middleware
-    async def errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Report every error as {"error": message}."""
         try:
             return await handler(request)
@@ -183,49 +216,6 @@ class _ConnectionLimit(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         transport.write(_FULL)
         transport.close()
-
-
-class HttpServer:
-    """An aiohttp server on one port."""
-
-    def __init__(
-        self, service: InferenceService, limits: ServerLimits, credentials: Credentials, history: MetricsHistory
-    ) -> None:
-        service_routes = HttpService(service, limits, history)
-        guards = [_token_middleware(credentials.token)] if credentials.token else []
-        middlewares = [service_routes.close_when_draining, *guards, service_routes.errors]
-        app = web.Application(client_max_size=limits.message, middlewares=middlewares)
-        app.add_routes(service_routes.routes())
-        self._limits, self._tls = limits, _tls(credentials)
-        self._runner = web.AppRunner(
-            app, access_log=None, logger=_SILENT, handler_cancellation=True, keepalive_timeout=limits.slow,
-            lingering_time=min(limits.slow, 2.0), shutdown_timeout=limits.drain,
-        )  # fmt: skip
-        self._listening: asyncio.Server | None = None
-
-    async def start(self, host: str, port: int) -> int:
-        """Open the port, and return its number."""
-        await self._runner.setup()
-        server, most = self._runner.server, self._limits.streams
-        assert server is not None
-
-        def connection() -> asyncio.Protocol:
-            return server() if len(server.connections) < most else _ConnectionLimit()
-
-        loop = asyncio.get_running_loop()
-        try:
-            self._listening = await loop.create_server(connection, host, port, ssl=self._tls, backlog=512)
-        except OSError as error:
-            words = f"cannot listen on {host}:{port} for HTTP: {error.strerror}"
-            raise BadInput(words, parameter="http_port", value=port) from error
-        return int(self._listening.sockets[0].getsockname()[1])
-
-    async def stop(self) -> None:
-        """Close the port, finish requests in flight, close connections."""
-        if self._listening is not None:
-            self._listening.close()
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._runner.cleanup(), self._limits.drain + 1)
 
 
 def _tls(credentials: Credentials) -> ssl.SSLContext | None:

@@ -155,10 +155,6 @@ class InferenceService:
             "batch_stats": [{"batch_size": size, "compute_infer": {"count": count}} for size, count in batches],
         }
 
-    def index(self, only_ready: bool) -> list[dict[str, str]]:
-        """RepositoryIndex of the model repository extension."""
-        return [entry._asdict() for entry in self.repository.index(only_ready)]
-
     async def load(self, name: str, config: str | None) -> None:
         """RepositoryModelLoad of the model repository extension."""
         self._check_not_draining()  # shutdown does not wait for a load

@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from time import perf_counter
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,7 +20,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from thermocline.serve.served_model import ShardStatus
 
 SECONDS = 120  # of the history
-PENDING = 256  # recorded requests that are counted at a time
 STAGES = ("read", "queue", "infer", "write", "all")
 # Seconds.
 BOUNDS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -53,10 +51,7 @@ class LatencyHistogram:
         return sum(self.counts)
 
     def buckets(self) -> Iterator[tuple[str, float]]:
-        seen = 0
-        for bound, number in zip((*map(str, BOUNDS), "+Inf"), self.counts, strict=True):
-            seen += number
-            yield bound, seen
+        return zip((*map(str, BOUNDS), "+Inf"), accumulate(self.counts), strict=True)
 
 
 class ModelMetrics:
@@ -67,51 +62,18 @@ class ModelMetrics:
         self.failed: Counter[str] = Counter()  # by gRPC code
         self.batches: Counter[int] = Counter()  # by number of requests
         self.worker_batches = 0  # batches executed in a worker thread
-        self._answered = self._ids = 0
-        self._last = 0.0
-        self._stages = {stage: LatencyHistogram() for stage in STAGES}
-        self._pending: list[tuple[float, float, float, float, int]] = []
-        self._pending_at = 0.0
+        self.answered = self.ids = 0
+        self.last = 0.0  # Unix time of the last request
+        self.stages = {stage: LatencyHistogram() for stage in STAGES}
 
     def record(self, read: float, queue: float, infer: float, write: float, ids: int) -> None:
-        """Seconds of one request in each stage, and its ids."""
-        self._pending.append((read, queue, infer, write, ids))
-        self._pending_at = perf_counter()
-        if len(self._pending) >= PENDING:
-            self._count()
-
-    def _count(self) -> None:
-        """Count pending requests. Many at a time: between two requests the processor's caches lose the histograms."""
-        if not self._pending:
-            return
-        for *seconds, ids in self._pending:
-            for histogram, each in zip(self._stages.values(), (*seconds, sum(seconds)), strict=True):
-                histogram.record(each)
-            self._ids += ids
-        self._answered += len(self._pending)
-        self._last = time.time() - (perf_counter() - self._pending_at)
-        self._pending.clear()
-
-    @property
-    def stages(self) -> Mapping[str, LatencyHistogram]:
-        self._count()
-        return self._stages
-
-    @property
-    def answered(self) -> int:
-        self._count()
-        return self._answered
-
-    @property
-    def ids(self) -> int:
-        self._count()
-        return self._ids
-
-    @property
-    def last(self) -> float:
-        """Unix time of the last request."""
-        self._count()
-        return self._last
+        """Count a request: its seconds in each stage, and its ids."""
+        seconds = (read, queue, infer, write, read + queue + infer + write)
+        for histogram, each in zip(self.stages.values(), seconds, strict=True):
+            histogram.record(each)
+        self.answered += 1
+        self.ids += ids
+        self.last = time.time()
 
 
 @dataclass(frozen=True)
@@ -141,10 +103,9 @@ class ServerMetrics:
         self._registry.register(self)
 
     def of(self, model: str) -> ModelMetrics:
-        found = self.models.get(model)
-        if found is None:
-            found = self.models[model] = ModelMetrics(model)
-        return found
+        if model not in self.models:
+            self.models[model] = ModelMetrics(model)
+        return self.models[model]
 
     def text(self) -> bytes:
         """The text of /metrics."""
@@ -208,10 +169,10 @@ class MetricsHistory:
 
     def sample(self) -> None:
         """Take a sample; call this once a second."""
-        models = list(self._metrics.models.values())
-        counts = [0] * (len(BOUNDS) + 1)
-        for one in models:
-            counts = [a + b for a, b in zip(counts, one.stages["all"].counts, strict=True)]
+        models = self._metrics.models.values()
+        counts = [
+            sum(each) for each in zip([0] * (len(BOUNDS) + 1), *(one.stages["all"].counts for one in models), strict=True)
+        ]
         failed = sum(sum(one.failed.values()) for one in models)
         answered, ids = sum(one.answered for one in models), sum(one.ids for one in models)
         self._samples.append(MetricsSample(time.monotonic(), answered, failed, ids, tuple(counts)))

@@ -16,10 +16,10 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from thermocline.errors import BadInput
 from thermocline.serve.errors import NotReady, UnknownModel
@@ -55,15 +55,6 @@ class ServedVersion:
     @property
     def version(self) -> str:
         return self.model.version
-
-
-class IndexEntry(NamedTuple):
-    """A line of the repository index."""
-
-    name: str
-    version: str
-    state: str
-    reason: str = ""
 
 
 class ModelRepository:
@@ -110,16 +101,16 @@ class ModelRepository:
             return [ROOT_MODEL]
         return [each.name for each in sorted(self.folder.iterdir()) if self._versions(each.name)]
 
-    def index(self, only_ready: bool = False) -> list[IndexEntry]:
-        """State of every model."""
+    def index(self, only_ready: bool = False) -> list[dict[str, str]]:
+        """State of every model: RepositoryIndex of the model repository extension."""
         entries = []
         for name in sorted({*self.names(), *self._served}):
             served, reason = self._served.get(name), self._reasons.get(name, "")
             if served is not None:
-                entries.append(IndexEntry(name, served.version, "READY", reason))
+                entries.append({"name": name, "version": served.version, "state": "READY", "reason": reason})
             elif not only_ready:
                 state = "LOADING" if self._is_loading(name) else "UNAVAILABLE"
-                entries.append(IndexEntry(name, "", state, reason or "not loaded"))
+                entries.append({"name": name, "version": "", "state": state, "reason": reason or "not loaded"})
         return entries
 
     # -- models in use --
@@ -198,7 +189,7 @@ class ModelRepository:
             follow = getattr(before.model, "follow", None) if before.number == version else None
             await self._in_thread(*((follow,) if follow is not None else (reload, folder)))
             if self._served.get(name) is before:  # not unloaded during the load
-                self._served[name] = ServedVersion(before.model, before.batcher, ModelSignature(before.model), version)
+                self._served[name] = replace(before, signature=ModelSignature(before.model), number=version)
                 self._serve_companions(name, before.model)
             return
         model = await self._in_thread(self._loader.load, name, version, folder)
@@ -233,8 +224,7 @@ class ModelRepository:
             if companions.pop(old, None) is None:
                 self._close(self._served.pop(old))
             else:
-                kept = self._served[old]
-                self._served[old] = ServedVersion(kept.model, kept.batcher, ModelSignature(kept.model), owner=name)
+                self._served[old] = replace(self._served[old], signature=ModelSignature(self._served[old].model))
         for each in companions.values():
             if each.name not in self._served and each.name not in self.names():
                 self._served[each.name] = self._serve(each, owner=name)

@@ -10,15 +10,12 @@ import asyncio
 import ctypes
 import gc
 import signal
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from logging import WARNING
 from time import monotonic
 from typing import Any
 
 from .config import LOOPBACK, ServerConfig
-from .cpu_affinity import CpuAffinity
 from .grpc_server import bind, make_server
 from .http_server import HttpServer
 from .inference_service import InferenceService
@@ -42,21 +39,16 @@ class InferenceServer:
         self.http_port = self.grpc_port = 0
         self._grpc: Any = None
         self._http: HttpServer | None = None
-        self._affinity: CpuAffinity | None = None
 
     async def start(self) -> None:
         """Open both ports."""
         config = self._config
         self._http = HttpServer(self._service, config.limits, config.credentials, self._history)
-        before = set(threading.enumerate())
         self._grpc = make_server(self._service, config.limits, config.credentials)
         self.grpc_port = bind(self._grpc, config.host, config.grpc_port, config.credentials)
         self.http_port = await self._http.start(config.host, config.http_port)
         await self._grpc.start()
-        pollers = [thread.native_id for thread in threading.enumerate() if thread not in before and thread.native_id]
-        self._affinity = CpuAffinity(pollers, self._count_requests)
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(initializer=self._affinity.release))
         self._tasks.append(loop.create_task(self._sample()))
         if config.follow:
             self._tasks.append(loop.create_task(self._follow()))
@@ -64,10 +56,6 @@ class InferenceServer:
         log("listening", host=config.host, http_port=self.http_port, grpc_port=self.grpc_port, tls=tls)
         if config.host != LOOPBACK and config.credentials.token is None:
             log("any client may load and unload models; use --token-file", WARNING, host=config.host)
-
-    def _count_requests(self) -> tuple[int, int]:
-        models = self.repository.metrics.models.values()
-        return sum(model.answered for model in models), sum(model.worker_batches for model in models)
 
     async def load_all(self) -> None:
         """Load every model of the folder."""
@@ -79,11 +67,9 @@ class InferenceServer:
         log("ready", models=[each.model.name for each in self.repository.all_served()])
 
     async def _sample(self) -> None:
-        assert self._affinity is not None
         while True:
             await asyncio.sleep(1)
             self._history.sample()
-            self._affinity.update()
 
     async def _follow(self) -> None:
         while True:
@@ -96,8 +82,6 @@ class InferenceServer:
         self.repository.draining = True
         for task in self._tasks:
             task.cancel()
-        if self._affinity is not None:
-            self._affinity.unpin()
         await self._refuse_requests()
         stops = [self._grpc.stop(self._config.limits.drain)] if self._grpc is not None else []
         if self._http is not None:

@@ -79,7 +79,7 @@ def _numbers(service: InferenceService, history: MetricsHistory) -> dict[str, An
             for each in service.metrics.watch()
         ],
         "repository": [
-            {"name": each.name, "version": each.version, "state": each.state.lower(), "note": each.reason}
+            {"name": each["name"], "version": each["version"], "state": each["state"].lower(), "note": each["reason"]}
             for each in service.repository.index()
         ],
     }

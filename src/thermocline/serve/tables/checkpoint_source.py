@@ -6,7 +6,7 @@ row exactly. Rows that were cached when the checkpoint was written are rounded t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +17,12 @@ from thermocline.checkpoint.format.manifest import Section
 from thermocline.checkpoint.format.tensor_files import damaged, sha256_of
 from thermocline.checkpoint.reader import Checkpoint, Delta
 from thermocline.heat.profile import HeatProfile, add_up
-from thermocline.ids.idmap import IdMap
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.plan.model import Plan
 from thermocline.rows.precision import format_of
 
 from .load_job import FileSlice, LoadJob
-from .partition import RowHeat, TableShape, split_tables
+from .partition import RowHeat, split_tables
 from .row_split import Rows, TableSplit
 from .segments import Bytes, ServedTable, ShardedTableLayout, ShardLayout, Words
 from .version import RowDelta, merge_deltas
@@ -48,26 +47,17 @@ class CheckpointSource:
         number, folder = str(manifest.saves[-1].number), self.checkpoint.folder.name
         self.name = f"{folder}.{number}" if folder.isdecimal() else number
 
-    @property
-    def id_maps(self) -> Mapping[str, IdMap]:
-        return self.checkpoint.id_maps
-
-    @property
-    def dense(self) -> Mapping[str, torch.Tensor]:
-        """Dense parameters of the model around the tables, by name."""
-        return self.checkpoint.dense()
-
     def splits(self, shards: int, split: str, plan: Plan | None, heat: HeatProfile | None) -> list[TableSplit]:
         """The split of every table."""
-        shapes = [TableShape(t.name, t.rows, t.row_bytes) for t in self.tables]
         known = {} if heat is None else {t.name: self._row_heat(t, heat) for t in self.tables}
-        return split_tables(shapes, shards, split, plan, known)
+        return split_tables(self.tables, shards, split, plan, known)
 
     def _row_heat(self, table: ServedTable, heat: HeatProfile) -> RowHeat:
         """Heat of a table's rows, from the ids of all its features."""
         none = np.zeros(0, np.int64)
         seen = [(name, heat.tables[name]) for name in table.features if name in heat.tables]
-        rows = [self.id_maps[name](torch.from_numpy(np.ascontiguousarray(each.ids_H))).numpy() for name, each in seen]
+        maps = self.checkpoint.id_maps
+        rows = [maps[name](torch.from_numpy(np.ascontiguousarray(each.ids_H))).numpy() for name, each in seen]
         return RowHeat(*add_up(np.concatenate([none, *rows]), np.concatenate([none, *(each.counts_H for _, each in seen)])))
 
     def load_job(self, layout: ShardLayout) -> LoadJob:

@@ -53,11 +53,12 @@ def fill(source: CheckpointSource, layout: ShardLayout, segments: Sequence[Tenso
         if len(source.checkpoint.manifest.table(name).precisions) == 1:
             for first, codes_RB, meta_RW, _ in source.checkpoint.blocks(name):
                 rows_R = np.arange(first, first + len(codes_RB))
-                _put_rows(each, segments, rows_R, codes_RB.numpy(), meta_RW.numpy())
-    source.put_rest(layout.tables, lambda each, *rows: _put_rows(each, segments, *rows))
+                put_rows(each, segments, rows_R, codes_RB.numpy(), meta_RW.numpy())
+    source.put_rest(layout.tables, lambda each, *rows: put_rows(each, segments, *rows))
 
 
-def _put_rows(layout: ShardedTableLayout, segments: Sequence[Tensor], rows_K: Rows, codes_KB: Bytes, meta_KW: Words) -> None:
+def put_rows(layout: ShardedTableLayout, segments: Sequence[Tensor], rows_K: Rows, codes_KB: Bytes, meta_KW: Words) -> None:
+    """Write any rows, each at most once, to the shards that hold them."""
     for shard, which_K, at_K in layout.split.placed(range(len(segments)), rows_K):
         places, codes, meta = layout.split.places(shard), layout.codes_S[shard], layout.meta_S[shard]
         codes_PB = segments[shard][codes : codes + places * layout.stride].view(places, layout.stride)

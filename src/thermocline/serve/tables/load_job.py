@@ -56,13 +56,11 @@ class LoadJob:
         tables: list[dict[str, Any]] = []
         arrays: dict[str, NDArray[Any]] = {}
         for n, each in enumerate(self.layout.tables):
-            split = each.split
-            scalars = {"scheme": split.scheme, "first": split.first, "per": split.per, "key": split.key}
+            split = vars(each.split)
+            arrays |= {f"{name}{n}": value for name, value in split.items() if isinstance(value, np.ndarray)}
+            scalars = {name: value for name, value in split.items() if isinstance(value, (int, str))}
             tables.append({"table": each.table, "split": scalars})
-            arrays[f"copied{n}"] = split.copied_H
-            if split.rotations_B is not None:
-                arrays[f"rotations{n}"] = split.rotations_B
-        fields = {"shards": self.layout.shards, "tables": tables, "files": self.files, "phases": self.phases}
+        fields = {"tables": tables, "files": self.files, "phases": self.phases}
         text = json.dumps(fields | {"first": self.first, "checksums": self.checksums})
         file = io.BytesIO()
         np.savez(file, fields=np.frombuffer(text.encode(), np.uint8), **arrays)  # type: ignore[arg-type]
@@ -77,8 +75,8 @@ class LoadJob:
         for n, each in enumerate(fields["tables"]):
             name, rows, dim, format, features = each["table"]
             tables.append(ServedTable(name, rows, dim, format, tuple(features)))
-            further = {"rotations_B": arrays.get(f"rotations{n}"), "copied_H": arrays[f"copied{n}"]}
-            splits.append(TableSplit(rows, fields["shards"], **each["split"], **further))
+            further = {"rotations_B": arrays.get(f"rotations_B{n}"), "copied_H": arrays[f"copied_H{n}"]}
+            splits.append(TableSplit(**each["split"], **further))
         phases = tuple(tuple(FileSlice(*each) for each in phase) for phase in fields["phases"])
         checksums = tuple((file, sha256) for file, sha256 in fields["checksums"])
         return cls(make_layout(tables, splits, records=True), tuple(fields["files"]), phases, checksums, fields["first"])

@@ -20,17 +20,10 @@ from thermocline.plan.balance import choose_rotations
 from thermocline.plan.model import Plan, TablePlan
 
 from .row_split import Rows, TableSplit, hashed_rotation
+from .segments import ServedTable
 
 SPLITS = ("hash", "range", "feature", "plan")
 MAX_SHARDS = 128
-
-
-class TableShape(NamedTuple):
-    """Name and size of a table. `row_bytes`: codes and metadata."""
-
-    name: str
-    rows: int
-    row_bytes: int
 
 
 class RowHeat(NamedTuple):
@@ -46,7 +39,7 @@ def hash_key(table: str) -> int:
 
 
 def split_tables(
-    tables: Sequence[TableShape], shards: int, split: str, plan: Plan | None = None, heat: Mapping[str, RowHeat] | None = None
+    tables: Sequence[ServedTable], shards: int, split: str, plan: Plan | None = None, heat: Mapping[str, RowHeat] | None = None
 ) -> list[TableSplit]:
     """Split tables over 1 to `MAX_SHARDS` shards by one of `SPLITS`.
 
@@ -70,7 +63,7 @@ def split_tables(
     return [TableSplit(t.rows, shards, "blocks", key=hash_key(t.name)) for t in tables]
 
 
-def _whole_tables(tables: Sequence[TableShape], shards: int) -> list[TableSplit]:
+def _whole_tables(tables: Sequence[ServedTable], shards: int) -> list[TableSplit]:
     held, shard_of = [0] * shards, {}
     for table in sorted(tables, key=lambda t: (-t.rows * t.row_bytes, t.name)):
         shard_of[table.name] = min(range(shards), key=lambda s: (held[s], s))
@@ -78,7 +71,7 @@ def _whole_tables(tables: Sequence[TableShape], shards: int) -> list[TableSplit]
     return [TableSplit(t.rows, shards, "ranges", first=shard_of[t.name], per=t.rows) for t in tables]
 
 
-def _by_plan(tables: Sequence[TableShape], shards: int, plan: Plan, heat: Mapping[str, RowHeat]) -> list[TableSplit]:
+def _by_plan(tables: Sequence[ServedTable], shards: int, plan: Plan, heat: Mapping[str, RowHeat]) -> list[TableSplit]:
     planned = plan.topology.world_size
     if planned != shards:
         words = f"the plan is for {planned} shards, not {shards}; plan for {shards}, or use split='hash'"
@@ -103,7 +96,7 @@ def _hottest_count(plan: TablePlan, heat: RowHeat | None) -> int:
     return 0 if heat is None else int(heat.counts_H[_copies(plan) : _copies(plan) + 1].sum())
 
 
-def _planned(table: TableShape, shards: int, plan: TablePlan, heat: RowHeat | None, load_S: NDArray[np.float64]) -> TableSplit:
+def _planned(table: ServedTable, shards: int, plan: TablePlan, heat: RowHeat | None, load_S: NDArray[np.float64]) -> TableSplit:
     if plan.rows != table.rows:
         words = f"table {table.name!r} has {table.rows} rows, and {plan.rows} in the plan; plan for this checkpoint"
         raise BadInput(words, parameter="plan", table=table.name)
@@ -118,7 +111,7 @@ def _planned(table: TableShape, shards: int, plan: TablePlan, heat: RowHeat | No
     return balanced_split(table, shards, heat, copies, load_S)
 
 
-def balanced_split(table: TableShape, shards: int, heat: RowHeat, copies: int, load_S: NDArray[np.float64]) -> TableSplit:
+def balanced_split(table: ServedTable, shards: int, heat: RowHeat, copies: int, load_S: NDArray[np.float64]) -> TableSplit:
     """Copy the hottest rows, and rotate blocks so that shards get the same lookups. Adds the lookups to `load_S`."""
     rows_H, counts_H = heat
     if len(rows_H) < copies:  # rows without lookups follow in the order of their numbers

@@ -62,23 +62,21 @@ class TableSplit:
         block_N = rows_N // self.shards
         return (rows_N + self._rotations(block_N)) % self.shards, block_N
 
-    def rotations_in(self, begin: int, end: int) -> Rows:
-        """Rotations of the blocks of rows begin to end - 1."""
-        return self._rotations(np.arange(begin // self.shards, -(-end // self.shards)))
-
-    def owned_by(self, shard: int, begin: int, end: int, rotations_B: Rows | None = None) -> tuple[Rows | slice, slice]:
-        """Which of rows begin to end - 1 a shard owns, counted from `begin`, and their places.
-
-        `rotations_B`: of `rotations_in`, for callers that need them for several shards.
-        """
+    def owned_runs(self, shards: range, begin: int, end: int) -> Iterator[tuple[int, Rows | slice, slice]]:
+        """(shard, which of rows begin to end - 1 it owns, counted from `begin`, their places) for each shard."""
         if self.everywhere:
-            return slice(0, 0), slice(0, 0)
+            return
         if self.scheme == "ranges":
-            base = (shard - self.first) * self.per
-            low, high = max(begin, base), max(begin, base, min(end, base + self.per))
-            low = min(low, high)
-            return slice(low - begin, high - begin), slice(low - base, high - base)
-        rotations_B = self.rotations_in(begin, end) if rotations_B is None else rotations_B
+            for shard in shards:
+                base = (shard - self.first) * self.per
+                low, high = max(begin, base), max(begin, base, min(end, base + self.per))
+                yield shard, slice(low - begin, high - begin), slice(low - base, high - base)
+            return
+        rotations_B = self._rotations(np.arange(begin // self.shards, -(-end // self.shards)))
+        for shard in shards:
+            yield shard, *self._owned_in_blocks(shard, begin, end, rotations_B)
+
+    def _owned_in_blocks(self, shard: int, begin: int, end: int, rotations_B: Rows) -> tuple[Rows, slice]:
         first, inside_B = begin // self.shards, shard - rotations_B
         inside_B += self.shards * (inside_B < 0)  # position of the shard's row in its block
         rows_B = np.arange(0, self.shards * len(rotations_B), self.shards) + inside_B - (begin - first * self.shards)

@@ -121,13 +121,11 @@ class BlockWriter:
             self._records_RS = np.zeros((len(codes_RB), self.layout.stride), np.uint8)
             self._owned_KS = np.empty((len(codes_RB), self.layout.stride), np.uint8)
         records_RS = self._records(codes_RB, meta_RW)
-        rotations_B = split.rotations_in(begin, end) if split.scheme == "blocks" else None
-        copied = split.copied_in(begin, end)
-        for shard, segment in enumerate(self.segments, self.first):
-            for which, places in (split.owned_by(shard, begin, end, rotations_B), copied):
-                if places.stop > places.start:
-                    at = self.layout.meta_S[shard] + places.start * self.layout.stride
-                    segment.write(at, self._take(records_RS, which))
+        shards, copied = range(self.first, self.first + len(self.segments)), split.copied_in(begin, end)
+        for shard, which, places in (*split.owned_runs(shards, begin, end), *((shard, *copied) for shard in shards)):
+            if places.stop > places.start:
+                at = self.layout.meta_S[shard] + places.start * self.layout.stride
+                self.segments[shard - self.first].write(at, self._take(records_RS, which))
 
     def _take(self, records_RS: Bytes, which: Rows | slice) -> Bytes:
         if isinstance(which, slice):

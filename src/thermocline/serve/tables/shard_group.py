@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +94,8 @@ class ShardGroup:
         source.splits(shards, split, self._plan, self._heat)  # raises before processes are started
         self._hosts = connect_remote_hosts(self.device.type, shards)
         self._remote_name = "" if self._hosts is None else self._hosts.join(self)
-        near = shards if self._hosts is None else len(self._hosts.local_shards(shards))
-        self._supervisor = Supervisor(near) if self.device.type == "cpu" else None
+        self._local = range(shards) if self._hosts is None else self._hosts.local_shards(shards)
+        self._supervisor = Supervisor(len(self._local)) if self.device.type == "cpu" else None
         try:
             self._load(source)
         except BaseException:
@@ -158,7 +159,7 @@ class ShardGroup:
             else:
                 segments, memory = self._load_processes(source, layout, number, self._supervisor)
             fetch = None if self._hosts is None else RemoteFetch(self._hosts, layout, number)
-            about = (source.id_maps, source.modes, source.dense, self._tally_S, fetch)
+            about = (source.checkpoint.id_maps, source.modes, source.checkpoint.dense(), self._tally_S, fetch)
             version = TableVersion.of(source.name, layout, segments, *about)
             warm_up(version)
             try:
@@ -186,8 +187,7 @@ class ShardGroup:
         self, source: CheckpointSource, layout: ShardLayout, number: int, supervisor: Supervisor
     ) -> tuple[list[Any], list[Bytes]]:
         """Load with shard processes. Returns the segments of all shards, and the memory of those on this host."""
-        hosts, job = self._hosts, source.load_job(layout)
-        local = range(layout.shards) if hosts is None else hosts.local_shards(layout.shards)
+        hosts, job, local = self._hosts, source.load_job(layout), self._local
         check_fits(sum(layout.sizes_S[: len(local)]), f"'{source.checkpoint.folder}' on {len(local)} shards")
         segments = [SharedSegment(layout.sizes_S[shard], f"shard-{shard}") for shard in local]
         wait = None if hosts is None else hosts.load(self._remote_name, number, job, layout.shards)
@@ -211,16 +211,16 @@ class ShardGroup:
             raise
         with ThreadPoolExecutor(min(len(segments), 8)) as several:
             list(several.map(SharedSegment.populate, segments))
-        here = [torch.from_numpy(each) for each in memory]
-        return (list(here) if hosts is None else hosts.segments(here, layout.shards)), memory
+        here: list[Any] = [torch.from_numpy(each) for each in memory]
+        return (here if hosts is None else hosts.segments(here, layout.shards)), memory
 
     def host_lost(self) -> None:
         """Serve without the shards of lost hosts. Lookups in them raise `ShardDown`."""
         with self._publish_lock:
             version = self._current
             if self._hosts is not None and version is not None:
-                near = version.segments[: len(self._hosts.local_shards(self.count))]
-                self._current = version.with_segments(self._hosts.segments(near, self.count))
+                local = version.segments[: len(self._local)]
+                self._current = replace(version, segments=tuple(self._hosts.segments(local, self.count)))
 
     def host_back(self) -> None:
         """Load everything again, beside the version in use, for a host that is back without its memory."""
@@ -243,7 +243,7 @@ class ShardGroup:
         if deltas is None:
             self._load(source)
         else:
-            self.apply_deltas(source.name, deltas, source.dense)
+            self.apply_deltas(source.name, deltas, source.checkpoint.dense())
             self._source = source
         return True
 

@@ -11,7 +11,7 @@ loaded, in ascending order, rewritten with each delta. Rows that a lookup may re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -68,12 +68,15 @@ class TableVersion:
     modes: Mapping[str, int]  # pooling mode by feature
     features: tuple[str, ...]
     tables: tuple[int, ...]  # table number of each feature
-    placed: ShardedTables
     maps: IdMaps | None
     dense: Mapping[str, Tensor]  # dense parameters of the model around the tables
     tally_S: Tally
-    overlay: DeltaOverlay | None = None
     fetch: RemoteFetch | None = None  # for rows on other hosts
+    overlay: DeltaOverlay | None = None
+    placed: ShardedTables = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placed", _make_placed(self))
 
     @classmethod
     def of(
@@ -89,14 +92,11 @@ class TableVersion:
     ) -> TableVersion:
         """The version of tables whose rows are loaded."""
         pairs = [(feature, n) for n, each in enumerate(layout.tables) for feature in each.table.features]
-        device = next((segment.device for segment in segments if isinstance(segment, Tensor)), torch.device("cpu"))
         needed = [_needed_map(id_maps.get(feature), layout.tables[n].table, feature) for feature, n in pairs]
-        maps = IdMaps(needed, device) if any(each is not None for each in needed) else None
+        maps = IdMaps(needed, _device_of(segments)) if any(each is not None for each in needed) else None
         features, tables = tuple(feature for feature, _ in pairs), tuple(n for _, n in pairs)
-        placed = make_placed(layout, tables, tuple(segments), None, device)
         tally_S = np.zeros(layout.shards + 1, np.int64) if tally_S is None else tally_S
-        about = (name, layout, tuple(segments), dict(modes), features, tables, placed, maps, dense or {}, tally_S)
-        return cls(*about, fetch=fetch)
+        return cls(name, layout, tuple(segments), modes, features, tables, maps, dense or {}, tally_S, fetch)
 
     @property
     def device(self) -> torch.device:
@@ -120,10 +120,6 @@ class TableVersion:
         from thermocline.kernels.serve.cpu import UnpooledLookup  # deferred: imports numba, which a GPU server does not need
 
         return {feature: UnpooledLookup(self.placed, n, self.tally_S) for n, feature in enumerate(self.features)}
-
-    @property
-    def bytes(self) -> int:
-        return self.layout.bytes + (0 if self.overlay is None else self.overlay.segment.numel())
 
     def look_up(self, bags: ServedBags, out: Tensor) -> None:
         """Pool the bags of all features into `out`, and count their lookups. Ids are raw.
@@ -165,13 +161,11 @@ class TableVersion:
         for table, delta in deltas.items():
             changed[table] = merge_deltas([changed[table], delta]) if table in changed else delta
         overlay = _make_overlay(self.layout, changed, self.device) if changed else None
-        placed = make_placed(self.layout, self.tables, self.segments, overlay, self.device)
-        return replace(self, name=name, placed=placed, overlay=overlay, dense=self.dense if dense is None else dense)
+        return replace(self, name=name, overlay=overlay, dense=self.dense if dense is None else dense)
 
-    def with_segments(self, segments: Sequence[Tensor | RemoteSegment | None]) -> TableVersion:
-        """A version with other shards up or down."""
-        placed = make_placed(self.layout, self.tables, tuple(segments), self.overlay, self.device)
-        return replace(self, segments=tuple(segments), placed=placed)
+
+def _device_of(segments: Sequence[Tensor | RemoteSegment | None]) -> torch.device:
+    return next((segment.device for segment in segments if isinstance(segment, Tensor)), torch.device("cpu"))
 
 
 def _starts(bags: ServedBags) -> Tensor:
@@ -236,50 +230,45 @@ class _RowSets:
         return [S.BITMAP if kept.form == "bitmap" else S.SORTED, kept.count, *places, kept.low, kept.high]
 
 
-def make_placed(
-    layout: ShardLayout,
-    tables: Sequence[int],
-    segments: tuple[Tensor | RemoteSegment | None, ...],
-    overlay: DeltaOverlay | None,
-    device: torch.device,
-) -> ShardedTables:
+def _make_placed(version: TableVersion) -> ShardedTables:
     """The kernel arguments that stay the same for all lookups of a version: fields of features, and base pointers."""
-    sets, rotations, rotations_at, fields = _RowSets(), [np.zeros(0, np.uint8)], 0, []
+    layout, overlay, device = version.layout, version.overlay, _device_of(version.segments)
+    sets, rotations, fields, codes, meta = _RowSets(), [np.zeros(0, np.uint8)], [], [], []
     for each in layout.tables:
         split, table = each.split, each.table
-        field = [0] * S.FIELDS
-        field[S.ROWS], field[S.DIM], field[S.FORMAT] = table.rows, table.dim, table.format
-        field[S.STRIDE], field[S.META_STRIDE] = each.stride, each.meta_stride
-        field[S.SCHEME] = S.RANGES if split.scheme == "ranges" else S.BLOCKS
-        field[S.FIRST], field[S.PER], field[S.KEY] = split.first, split.per, split.key
-        field[S.ROTATIONS] = S.HASHED
+        row = [0] * S.FIELDS
+        row[S.ROWS], row[S.DIM], row[S.FORMAT] = table.rows, table.dim, table.format
+        row[S.STRIDE], row[S.META_STRIDE] = each.stride, each.meta_stride
+        row[S.SCHEME] = S.RANGES if split.scheme == "ranges" else S.BLOCKS
+        row[S.FIRST], row[S.PER], row[S.KEY] = split.first, split.per, split.key
+        row[S.ROTATIONS] = S.HASHED
         if split.rotations_B is not None:
-            field[S.ROTATIONS] = rotations_at
+            row[S.ROTATIONS] = sum(map(len, rotations))
             rotations.append(split.rotations_B)
-            rotations_at += len(split.rotations_B)
-        field[S.COPY_PLACE] = split.owned
-        delta = None if overlay is None else overlay.changed.get(table.name)
-        field[S.COPIED : S.OVERLAY] = sets.add(split.copied_H)
-        field[S.OVERLAY :] = sets.add(np.zeros(0, np.int64) if delta is None else delta.rows_K)
-        fields.append(field)
-    everything = (*segments, None if overlay is None else overlay.segment)
-    codes_FC, meta_FC = _table_offsets(layout.tables, overlay)
-    of_features = torch.tensor(tables)
-    bases_FC, meta_bases_FC = (_base_pointers(everything, each[of_features], device) for each in (codes_FC, meta_FC))
+        row[S.COPY_PLACE] = split.owned
+        row[S.COPIED : S.OVERLAY] = sets.add(split.copied_H)
+        own = None if overlay is None else overlay.layouts.get(table.name)
+        row[S.OVERLAY :] = sets.add(
+            np.zeros(0, np.int64) if overlay is None or own is None else overlay.changed[table.name].rows_K
+        )
+        fields.append(row)
+        codes.append([*each.codes_S, 0 if own is None else own.codes_S[0]])
+        meta.append([*each.meta_S, 0 if own is None else own.meta_S[0]])
+    segments = (*version.segments, None if overlay is None else overlay.segment)
+    fields_FN, codes_FC, meta_FC = (torch.tensor(each)[torch.tensor(version.tables)] for each in (fields, codes, meta))
     return ShardedTables(
         layout.shards,
         tuple(sorted({(each.table.dim, each.table.format) for each in layout.tables})),
         _common_scheme(layout.tables),
         bool(sets.words),
-        torch.tensor(fields, dtype=torch.int64)[of_features].to(device),
+        fields_FN.to(device),
         torch.from_numpy(np.concatenate(rotations)).to(device),
         torch.cat([torch.zeros(0, dtype=torch.int64), *sets.words]).to(device),
         torch.cat([torch.zeros(0, dtype=torch.int32), *sets.counts]).to(device),
-        tuple(segment if isinstance(segment, Tensor) else None for segment in everything),
-        codes_FC[of_features],
-        meta_FC[of_features],
-        bases_FC.to(device),
-        meta_bases_FC.to(device),
+        tuple(segment if isinstance(segment, Tensor) else None for segment in segments),
+        codes_FC,
+        meta_FC,
+        *(_base_pointers(segments, each, device).to(device) for each in (codes_FC, meta_FC)),
     )
 
 
@@ -291,22 +280,9 @@ def _common_scheme(layouts: Sequence[ShardedTableLayout]) -> int:
     return schemes.pop() if len(schemes) == 1 else S.MIXED
 
 
-def _table_offsets(layouts: Sequence[ShardedTableLayout], overlay: DeltaOverlay | None) -> tuple[Tensor, Tensor]:
-    """Offsets of the codes and meta words of each table in each segment, the overlay's last."""
-    none: Mapping[str, ShardedTableLayout] = {}
-    changed = [(none if overlay is None else overlay.layouts).get(each.table.name) for each in layouts]
-    codes_TC = [[*each.codes_S, 0 if own is None else own.codes_S[0]] for each, own in zip(layouts, changed, strict=True)]
-    meta_TC = [[*each.meta_S, 0 if own is None else own.meta_S[0]] for each, own in zip(layouts, changed, strict=True)]
-    return torch.tensor(codes_TC, dtype=torch.int64), torch.tensor(meta_TC, dtype=torch.int64)
-
-
 def _base_pointers(segments: Sequence[Tensor | RemoteSegment | None], offsets_FC: Tensor, device: torch.device) -> Tensor:
     """Addresses on a CPU; on a GPU, offsets from the first segment, because kernels add them to its pointer."""
-    if device.type == "cpu":
-        starts = [0 if segment is None else segment.data_ptr() for segment in segments]
-        down_C = torch.tensor([segment is None for segment in segments])
-        return torch.where(down_C, 0, torch.tensor(starts) + offsets_FC)
-    anchor = segments[0]
-    assert anchor is not None
-    starts = [0 if segment is None else segment.data_ptr() - anchor.data_ptr() for segment in segments]
-    return torch.tensor(starts) + offsets_FC
+    origin = 0 if device.type == "cpu" or segments[0] is None else segments[0].data_ptr()
+    starts = [0 if segment is None else segment.data_ptr() - origin for segment in segments]
+    down_C = torch.tensor([segment is None for segment in segments])
+    return torch.where(down_C, 0, torch.tensor(starts) + offsets_FC)
