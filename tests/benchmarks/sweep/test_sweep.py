@@ -121,6 +121,18 @@ def test_a_peer_that_fails_leaves_ours_alone_with_the_reason(monkeypatch: pytest
     assert len(rows) == 4 and all(row["ours"] > 0 and "no such kernel" in row["peer_error"] for row in rows)
 
 
+def test_wall_times_stand_for_kernel_times_where_the_profiler_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no stretches of work")
+
+    monkeypatch.setattr(race, "kernel_times", fail)
+    settings = race.SweepSettings("cpu", 1.0, 1.0, False)
+    one = race.WorkloadRace(Recorder("sweep", lambda line: None), draw(TINY, 1, 0), settings)
+    settings.device = "cuda"
+    further: dict[str, Any] = {}
+    assert one._kernels({}, {"ours": 2.0}, further) == {"ours": 2.0} and "no stretches" in further["kernel_error"]
+
+
 @pytest.mark.parametrize("number", range(6))
 def test_a_wrong_row_gradient_is_found(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = draw(TINY, 9, number)
