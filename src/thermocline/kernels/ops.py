@@ -95,11 +95,16 @@ class _WithBackward(torch.autograd.Function):
         ids_N, offsets, weights_N, winners = ctx.saved_tensors
         rows, call, grad = ctx.rows, LookupCall(ids_N, offsets, weights_N, ctx.mode), grad.contiguous()
         eager, weights_grad = _is_eager(grad) and _is_eager(rows.meta), None
+        spec, traced = rows.layout.tables.spec, _OPS.weight_gradient.default
         if ctx.needs_input_grad[0]:
-            found_N = D.weight_gradient(rows, call, grad) if eager else _traced_weight_gradient(rows, call, grad)
+            found_N = D.weight_gradient(rows, call, grad) if eager else traced(*_flat(rows), ids_N, offsets, grad, spec)
             weights_grad = found_N.to(weights_N.dtype)
-        if ctx.optimizer is not None:
-            (D.update_bags if eager else _traced_update_bags)(rows, ctx.optimizer, call, winners, grad)
+        if ctx.optimizer is not None and eager:
+            D.update_bags(rows, ctx.optimizer, call, winners, grad)
+        elif ctx.optimizer is not None:
+            states, hyper, clock, kind, stochastic = ctx.optimizer
+            how = (spec, call.mode, kind, stochastic)
+            _OPS.update_bags.default(*_flat(rows), list(states), hyper, clock, *call[:3], winners, grad, *how)
         return weights_grad, None, None
 
 
@@ -124,19 +129,6 @@ def _flat_lookup(
     states, hyper, clock, kind, stochastic = optimizer
     state = (fields if placeholder is None else placeholder, list(states), hyper, clock)
     return *_flat(rows), *call[:3], *state, spec, call.mode, call.dtype, kind, stochastic, call.checked
-
-
-def _traced_weight_gradient(rows: RowArrays, call: LookupCall, grad: Tensor) -> Tensor:
-    found: Tensor = _OPS.weight_gradient.default(*_flat(rows), call.ids_N, call.offsets, grad, rows.layout.tables.spec)
-    return found
-
-
-def _traced_update_bags(
-    rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, winners: Tensor, grad: Tensor
-) -> None:  # fmt: skip
-    states, hyper, clock, kind, stochastic = optimizer
-    state, how = (list(states), hyper, clock), (rows.layout.tables.spec, call.mode, kind, stochastic)
-    _OPS.update_bags.default(*_flat(rows), *state, *call[:3], winners, grad, *how)
 
 
 # -- operators --------------------------------------------------------------------------------------------------------------
@@ -201,13 +193,6 @@ def _op_map_ids(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, offs
 # -- shapes without data ----------------------------------------------------------------------------------------------------
 
 
-def _fake(function: Any) -> Any:
-    """Register the shapes that an operator returns. The function's name is `_fake_` and the operator's."""
-    name = function.__name__.removeprefix("_fake_")
-    return torch.library.register_fake(f"thermocline::{name}", function, lib=_LIBRARY)
-
-
-@_fake
 def _fake_lookup(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
@@ -216,16 +201,11 @@ def _fake_lookup(
     return fields.new_empty(output_shape(*call), dtype=dtype), fields.new_empty(winners_shape(*call), dtype=torch.int32)
 
 
-@_fake
-def _fake_weight_gradient(codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, *rest: Any) -> Tensor:
-    return fields.new_empty(ids.shape, dtype=torch.float32)
-
-
-@_fake
-def _fake_map_ids(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, *rest: Any) -> Tensor:
-    return ids.new_empty(ids.shape, dtype=torch.int64)
-
-
-@_fake
-def _fake_update_bags(*_: Any) -> None:
-    pass
+_FAKES: dict[str, Callable[..., Any]] = {
+    "lookup": _fake_lookup,
+    "weight_gradient": lambda codes, meta, cache, fields, ids, *_: fields.new_empty(ids.shape, dtype=torch.float32),
+    "update_bags": lambda *_: None,
+    "map_ids": lambda fields, words, counts, ids, *_: ids.new_empty(ids.shape, dtype=torch.int64),
+}
+for _name, _function in _FAKES.items():
+    torch.library.register_fake(f"thermocline::{_name}", _function, lib=_LIBRARY)
