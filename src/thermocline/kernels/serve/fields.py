@@ -9,7 +9,7 @@ Copied rows are also on every shard, from COPY_PLACE on; overlay rows, changed a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,4 +73,5 @@ class ServedBags(NamedTuple):
 
     def to(self, device: torch.device | str) -> ServedBags:
         """A copy on a device."""
-        return ServedBags(*(each.to(device) if isinstance(each, Tensor) else each for each in self))
+        there: dict[str, Any] = {name: each.to(device) for name, each in self._asdict().items() if isinstance(each, Tensor)}
+        return self._replace(**there)
