@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thermocline import formats as F
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
-from thermocline.kernels import ops
+from thermocline.kernels import dequantize_rows, ops
 from thermocline.kernels.update.reference import STATES
 
 # PyTorch's own: inductor still imports TorchScript, and says that its caches are off as they were told to be.
@@ -120,17 +120,7 @@ def _opcheck(name: str, args: tuple[Any, ...], device: str) -> None:
 
 
 def test_every_op_of_the_library_is_checked_here() -> None:
-    checked = {
-        "lookup",
-        "weight_gradient",
-        "sum_row_gradients",
-        "update_bags",
-        "update_rows",
-        "map_ids",
-        "quantize_rows",
-        "dequantize_rows",
-    }
-    assert set(ops._SCHEMAS) == checked
+    assert set(ops._SCHEMAS) == {"lookup", "weight_gradient", "update_bags", "map_ids"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -159,15 +149,6 @@ def test_weight_gradient_passes_opcheck(device: str, make_arena: Make, make_look
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_sum_row_gradients_passes_opcheck(weighted: bool, device: str, make_arena: Make, make_lookup: Make) -> None:
-    arena = make_arena(TABLES, FEATURES, slots=SLOTS)
-    lookup = make_lookup(arena, 5, 3, weighted=weighted)
-    grad = torch.randn(5, arena.layout.tables.width)
-    _opcheck("sum_row_gradients", (arena.layout.fields_F8, *lookup, NO_WINNERS, grad, arena.spec, F.SUM), device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("optimizer", range(len(F.OPTIMIZERS)), ids=F.OPTIMIZERS)
 def test_updates_pass_opcheck(optimizer: int, device: str, make_arena: Make, make_lookup: Make) -> None:
     arena = make_arena(TABLES, FEATURES, slots=SLOTS)
@@ -175,20 +156,6 @@ def test_updates_pass_opcheck(optimizer: int, device: str, make_arena: Make, mak
     table = (model.codes, model.meta, model.cache, model.fields, model.states, model.hyper, model.clock)
     grad = torch.randn(5, arena.layout.tables.width)
     _opcheck("update_bags", (*table, *lookup, NO_WINNERS, grad, model.spec, F.SUM, optimizer, True), device)
-    rows = torch.tensor([0, 3, 40])
-    _opcheck("update_rows", (*table, rows, torch.randn(3, 5), model.spec, optimizer, False), device)
-    seen = torch.tensor([0, 0, 3, 40])
-    _opcheck("update_rows", (*table, rows, torch.randn(3, 5), model.spec, optimizer, False, seen), device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("format", range(len(F.NAMES)), ids=F.NAMES)
-def test_quantize_and_dequantize_pass_opcheck(format: int, device: str) -> None:
-    values = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
-    _opcheck("quantize_rows", (values, format, None, None), device)
-    _opcheck("quantize_rows", (values, format, torch.tensor([1, 2]), torch.arange(7)), device)
-    codes, meta = thermocline.quantize_rows(values, format, None, None)
-    _opcheck("dequantize_rows", (codes, meta, format, 5), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -312,7 +279,7 @@ def test_the_gradient_of_weights_is_what_autograd_makes_of_dequantized_rows(make
     arena = make_arena([(31, 4, "int8")])
     model = Model(arena)
     ids, offsets, weights, _ = _batch(arena, make_lookup, 7, 2, weighted=True)
-    rows = thermocline.dequantize_rows(arena.codes.view(31, 4), arena.meta.view(31, 1), F.INT8, 4)
+    rows = dequantize_rows(arena.codes.view(31, 4), arena.meta.view(31, 1), F.INT8, 4)
     mine = weights.detach().clone().requires_grad_()
     grad = torch.randn(7, 4, generator=torch.Generator().manual_seed(4))
     wanted = nn.functional.embedding_bag(ids, rows, offsets[:-1], mode="sum", per_sample_weights=mine)

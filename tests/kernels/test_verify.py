@@ -14,8 +14,10 @@ from thermocline.kernels.ids import cpu as ids
 from thermocline.kernels.quantize import cpu as quantize
 from thermocline.kernels.sum_gradients import cpu as sum_gradients
 from thermocline.kernels.update import cpu as update
+from thermocline.kernels.verify import checks
 from thermocline.kernels.verify import run as verify
 from thermocline.kernels.verify.checks import close_to, same_bits
+from thermocline.kernels.verify.id_maps import map_ids
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
@@ -26,18 +28,18 @@ pytestmark = [
 KEYS = ["kernel", "case", "device", "implementation", "compared_with", "result", "detail"]
 ONE = verify._one(F.INT8, 48)
 FEW = [
-    verify._quantize(F.INT8, (48,), (False,)),
-    verify._dequantize(F.INT4, (3,)),
-    verify._gather(ONE, "sum"),
-    verify._gather(ONE, "max"),
-    verify._weight_gradient(ONE),
-    verify._sums(ONE, "sum"),
-    verify._repeatable(ONE, "sum"),
-    verify._update(ONE, F.SGD, True),
-    verify._update_bags(ONE, F.ROWWISE_ADAGRAD, "sum"),
-    verify._rounding(F.INT8, 48, 1000),
-    verify._cache(F.INT8, 5, F.LFU),
-    verify._ids(7),
+    checks.quantize(F.INT8, (48,), (False,)),
+    checks.dequantize(F.INT4, (3,)),
+    checks.gather(ONE, "sum"),
+    checks.gather(ONE, "max"),
+    checks.weight_gradient(ONE),
+    checks.sums(ONE, "sum"),
+    checks.repeatable(ONE, "sum"),
+    checks.update_rows(ONE, F.SGD, True),
+    checks.update_bags(ONE, F.ROWWISE_ADAGRAD, "sum"),
+    checks.rounding(F.INT8, 48, 1000),
+    checks.cache(F.INT8, 5, F.LFU),
+    map_ids(7),
     *verify._bad_input(ONE),
 ]
 KERNELS = {kernel for kernel, *_ in FEW}

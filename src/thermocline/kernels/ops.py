@@ -25,24 +25,14 @@ _OPS = torch.ops.thermocline
 FROZEN = -1  # in place of an optimizer: backward leaves the rows alone
 
 _TABLE = "Tensor codes, Tensor meta, Tensor[] cache, Tensor fields"
-_MUTABLE = (
-    "Tensor(a!) codes, Tensor(b!) meta, Tensor(f!)[] cache, Tensor fields, Tensor(c!)[] states, Tensor(d!) hyper, "
-    "Tensor(e!) clock"
-)
-_IDS = "Tensor ids, Tensor offsets, Tensor? weights"
-
 _SCHEMAS = {
-    "lookup": f"({_TABLE}, {_IDS}, Tensor placeholder, Tensor[] states, Tensor hyper, Tensor clock, str spec, int pooling, "
-    "ScalarType dtype, int optimizer, bool stochastic, bool checked) -> (Tensor, Tensor)",
+    "lookup": f"({_TABLE}, Tensor ids, Tensor offsets, Tensor? weights, Tensor placeholder, Tensor[] states, Tensor hyper, "
+    "Tensor clock, str spec, int pooling, ScalarType dtype, int optimizer, bool stochastic, bool checked) -> (Tensor, Tensor)",
     "weight_gradient": f"({_TABLE}, Tensor ids, Tensor offsets, Tensor grad, str spec) -> Tensor",
-    "sum_row_gradients": f"(Tensor fields, {_IDS}, Tensor winners, Tensor grad, str spec, int pooling) -> (Tensor, Tensor)",
-    "update_bags": f"({_MUTABLE}, {_IDS}, Tensor winners, Tensor grad, str spec, int pooling, int optimizer, "
-    "bool stochastic) -> ()",
-    "update_rows": f"({_MUTABLE}, Tensor rows, Tensor grads, str spec, int optimizer, bool stochastic, "
-    "Tensor? seen=None, Tensor? names=None) -> ()",
+    "update_bags": "(Tensor(a!) codes, Tensor(b!) meta, Tensor(f!)[] cache, Tensor fields, Tensor(c!)[] states, "
+    "Tensor(d!) hyper, Tensor(e!) clock, Tensor ids, Tensor offsets, Tensor? weights, Tensor winners, Tensor grad, str spec, "
+    "int pooling, int optimizer, bool stochastic) -> ()",
     "map_ids": "(Tensor fields, Tensor words, Tensor counts, Tensor ids, Tensor offsets, int version) -> Tensor",
-    "quantize_rows": "(Tensor values, int format, Tensor? clock, Tensor? rows) -> (Tensor, Tensor)",
-    "dequantize_rows": "(Tensor codes, Tensor meta, int format, int dim) -> Tensor",
 }
 # "pooling", not "mode": torch._higher_order_ops.auto_functionalize has an argument of that name.
 for _name, _schema in _SCHEMAS.items():
@@ -105,11 +95,16 @@ class _WithBackward(torch.autograd.Function):
         ids_N, offsets, weights_N, winners = ctx.saved_tensors
         rows, call, grad = ctx.rows, LookupCall(ids_N, offsets, weights_N, ctx.mode), grad.contiguous()
         eager, weights_grad = _is_eager(grad) and _is_eager(rows.meta), None
+        spec, traced = rows.layout.tables.spec, _OPS.weight_gradient.default
         if ctx.needs_input_grad[0]:
-            found_N = D.weight_gradient(rows, call, grad) if eager else _traced_weight_gradient(rows, call, grad)
+            found_N = D.weight_gradient(rows, call, grad) if eager else traced(*_flat(rows), ids_N, offsets, grad, spec)
             weights_grad = found_N.to(weights_N.dtype)
-        if ctx.optimizer is not None:
-            (D.update_bags if eager else _traced_update_bags)(rows, ctx.optimizer, call, winners, grad)
+        if ctx.optimizer is not None and eager:
+            D.update_bags(rows, ctx.optimizer, call, winners, grad)
+        elif ctx.optimizer is not None:
+            states, hyper, clock, kind, stochastic = ctx.optimizer
+            how = (spec, call.mode, kind, stochastic)
+            _OPS.update_bags.default(*_flat(rows), list(states), hyper, clock, *call[:3], winners, grad, *how)
         return weights_grad, None, None
 
 
@@ -134,19 +129,6 @@ def _flat_lookup(
     states, hyper, clock, kind, stochastic = optimizer
     state = (fields if placeholder is None else placeholder, list(states), hyper, clock)
     return *_flat(rows), *call[:3], *state, spec, call.mode, call.dtype, kind, stochastic, call.checked
-
-
-def _traced_weight_gradient(rows: RowArrays, call: LookupCall, grad: Tensor) -> Tensor:
-    found: Tensor = _OPS.weight_gradient.default(*_flat(rows), call.ids_N, call.offsets, grad, rows.layout.tables.spec)
-    return found
-
-
-def _traced_update_bags(
-    rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, winners: Tensor, grad: Tensor
-) -> None:  # fmt: skip
-    states, hyper, clock, kind, stochastic = optimizer
-    state, how = (list(states), hyper, clock), (rows.layout.tables.spec, call.mode, kind, stochastic)
-    _OPS.update_bags.default(*_flat(rows), *state, *call[:3], winners, grad, *how)
 
 
 # -- operators --------------------------------------------------------------------------------------------------------------
@@ -193,13 +175,6 @@ def _op_weight_gradient(
 
 
 @_implement
-def _op_sum_row_gradients(
-    fields: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, winners: Tensor, grad: Tensor, spec: str, pooling: int
-) -> tuple[Tensor, Tensor]:
-    return D.sum_row_gradients(Layout.of(fields, spec), LookupCall(ids, offsets, weights, pooling), winners, grad)
-
-
-@_implement
 def _op_update_bags(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
     ids: Tensor, offsets: Tensor, weights: Tensor | None, winners: Tensor, grad: Tensor, spec: str,
@@ -210,43 +185,14 @@ def _op_update_bags(
 
 
 @_implement
-def _op_update_rows(
-    codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor,
-    rows: Tensor, grads: Tensor, spec: str, optimizer: int, stochastic: bool, seen: Tensor | None = None,
-    names: Tensor | None = None,
-) -> None:  # fmt: skip
-    state = OptimizerArrays(states, hyper, clock, optimizer, stochastic)
-    D.update_rows(_rows(codes, meta, cache, fields, spec), state, rows, grads, seen, names)
-
-
-@_implement
 def _op_map_ids(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, offsets: Tensor, version: int) -> Tensor:
     assert version == VERSION
     return D.map_ids(fields, words, counts, ids, offsets)
 
 
-@_implement
-def _op_quantize_rows(values: Tensor, format: int, clock: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    codes, meta = D.quantize_rows(values, format, clock, rows)
-    return (codes.clone() if format == F.FP32 else codes), meta  # an op may not return a view of its input
-
-
-@_implement
-def _op_dequantize_rows(codes: Tensor, meta: Tensor, format: int, dim: int) -> Tensor:
-    values = D.dequantize_rows(codes, meta, format, dim)
-    return values.clone() if format == F.FP32 else values
-
-
 # -- shapes without data ----------------------------------------------------------------------------------------------------
 
 
-def _fake(function: Any) -> Any:
-    """Register the shapes that an operator returns. The function's name is `_fake_` and the operator's."""
-    name = function.__name__.removeprefix("_fake_")
-    return torch.library.register_fake(f"thermocline::{name}", function, lib=_LIBRARY)
-
-
-@_fake
 def _fake_lookup(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
@@ -255,34 +201,11 @@ def _fake_lookup(
     return fields.new_empty(output_shape(*call), dtype=dtype), fields.new_empty(winners_shape(*call), dtype=torch.int32)
 
 
-@_fake
-def _fake_weight_gradient(codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, *rest: Any) -> Tensor:
-    return fields.new_empty(ids.shape, dtype=torch.float32)
-
-
-@_fake
-def _fake_sum_row_gradients(fields: Tensor, ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    spec = rest[4]
-    rows = torch.library.get_ctx().new_dynamic_size()
-    return ids.new_empty((rows,), dtype=torch.int64), ids.new_empty((rows, parse(spec).max_dim), dtype=torch.float32)
-
-
-for _name in ("update_bags", "update_rows"):
-    torch.library.register_fake(f"thermocline::{_name}", lambda *_: None, lib=_LIBRARY)
-
-
-@_fake
-def _fake_map_ids(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, *rest: Any) -> Tensor:
-    return ids.new_empty(ids.shape, dtype=torch.int64)
-
-
-@_fake
-def _fake_quantize_rows(values: Tensor, format: int, clock: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    count, dim = values.shape
-    codes = values.new_empty((count, F.row_bytes(format, dim)), dtype=torch.uint8)
-    return codes, values.new_empty((count, F.META_WORDS[format]), dtype=torch.int32)
-
-
-@_fake
-def _fake_dequantize_rows(codes: Tensor, meta: Tensor, format: int, dim: int) -> Tensor:
-    return codes.new_empty((codes.shape[0], dim), dtype=torch.float32)
+_FAKES: dict[str, Callable[..., Any]] = {
+    "lookup": _fake_lookup,
+    "weight_gradient": lambda codes, meta, cache, fields, ids, *_: fields.new_empty(ids.shape, dtype=torch.float32),
+    "update_bags": lambda *_: None,
+    "map_ids": lambda fields, words, counts, ids, *_: ids.new_empty(ids.shape, dtype=torch.int64),
+}
+for _name, _function in _FAKES.items():
+    torch.library.register_fake(f"thermocline::{_name}", _function, lib=_LIBRARY)

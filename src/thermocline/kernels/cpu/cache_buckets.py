@@ -6,8 +6,6 @@ places    end of the keys of a row; later the two sketch counters of a candidate
 buckets   bucket of a candidate, one byte
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any

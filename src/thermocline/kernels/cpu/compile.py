@@ -21,6 +21,7 @@ from typing import Any
 
 import llvmlite
 import numba
+import torch
 from torch import Tensor
 
 _log = logging.getLogger("thermocline")
@@ -86,6 +87,11 @@ def kernel(signature: Any, nogil: bool = True) -> Callable[[Callable[..., Any]],
 def addresses(*arrays: Any) -> list[int]:
     """Addresses of tensors and NumPy arrays, as kernels take them; 0 for None."""
     return [0 if a is None else a.data_ptr() if isinstance(a, Tensor) else a.ctypes.data for a in arrays]
+
+
+def as_int64(tensor: Tensor) -> Tensor:
+    """As contiguous int64; usually unchanged."""
+    return tensor if tensor.dtype is torch.int64 and tensor.is_contiguous() else tensor.to(torch.int64).contiguous()
 
 
 def prepare() -> None:

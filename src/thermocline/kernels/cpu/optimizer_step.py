@@ -1,7 +1,5 @@
 """One optimizer step on one row in scratch. Equals `update/reference.py` bit for bit."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any

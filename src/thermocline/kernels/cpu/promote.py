@@ -1,7 +1,5 @@
 """Promotion on the CPU: rows of int8 slots are exchanged with colder rows of fp32 slots, as `cache/reference.py` defines."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One row at a time: locate, prefetch, dequantize, copy, random key. Scratch rows have `PAD` columns more than a row."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any
@@ -13,7 +11,7 @@ from thermocline.kernels.quantize.reference import MIX1, MIX2
 
 from .codes import Decoder, float_to_short
 from .compile import helper, inlined
-from .vectors import WIDTH, Emit, block, by_format, get_u32, prefetch
+from .vectors import WIDTH, Emit, block, by_format, get_i64, get_u32, prefetch
 
 PAD = 4 * WIDTH
 FORMATS = range(len(F.BITS))
@@ -35,6 +33,15 @@ def row_bytes(format, dim):
 def meta_bytes(format):
     """Bytes of metadata of one row."""
     return 4 * _WORDS[format]
+
+
+@inlined
+def table_of(codes, meta, fields, number):
+    """(dim, format, codes, meta, row bytes, meta bytes) of a table or of a feature's table, from the fields of a layout."""
+    at = number * F.LAYOUT_FIELDS
+    dim, format = get_i64(fields, at + F.DIM), get_i64(fields, at + F.FORMAT)
+    codes, meta = codes + get_i64(fields, at + F.CODES), meta + 4 * get_i64(fields, at + F.META)
+    return dim, format, codes, meta, row_bytes(format, dim), meta_bytes(format)
 
 
 # -- prefetch ---------------------------------------------------------------------------------------------------------

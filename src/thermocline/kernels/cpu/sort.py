@@ -1,7 +1,5 @@
 """Sort lookups by row on the CPU: count, scatter, sort, each cut into tasks (docs/decisions/kernel_notes.md)."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -16,7 +14,7 @@ from thermocline.kernels.checks import raise_bad_id, raise_bad_offsets
 from thermocline.kernels.layout import Layout, TableLayout, per_feature
 
 from . import threads
-from .compile import addresses, helper, inlined, kernel
+from .compile import addresses, as_int64, helper, inlined, kernel
 from .rows import copy_floats
 from .vectors import get_i64, put_f32, put_i64, put_u32
 
@@ -74,10 +72,7 @@ def _offsets_ascend(offsets, bags, count, first, last):
     return get_i64(offsets, 0) == 0 and get_i64(offsets, bags) == count
 
 
-_COUNT = "int64(" + ", ".join(["int64"] * 18) + ")"
-
-
-@kernel(_COUNT)
+@kernel("int64(" + ", ".join(["int64"] * 18) + ")")
 def _count(
     ids, offsets, fields, features, batch, count, mode, pitch, packed, by_bag, plan, counts, buckets, place, factor,
     within, task, tasks,
@@ -298,7 +293,7 @@ def sort_lookups(
     layout: Layout, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: int, grad_out: Tensor
 ) -> tuple[SortedKeys, Tensor]:
     """Check a lookup and sort it by row; also returns the fp32 gradient, in the order of `place`."""
-    ids_N, offsets = ids_N.to(torch.int64).contiguous(), offsets.to(torch.int64).contiguous()
+    ids_N, offsets = as_int64(ids_N), as_int64(offsets)
     count, batch, features = ids_N.numel(), per_feature(layout, offsets), len(layout.tables.features)
     plan = _plan(layout.tables, count.bit_length())
     packed = mode in (F.SUM, F.MEAN) and count >= PACK_MIN_POOLING * batch * features

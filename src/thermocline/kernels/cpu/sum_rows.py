@@ -1,7 +1,5 @@
 """Sum the gradient of one row over its lookups, in the order of their positions, into a scratch row."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any

@@ -3,8 +3,6 @@
 Largest magnitudes are compared as integers: infinity and NaN lie above all numbers, so one comparison checks a row.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,7 +1,5 @@
 """Row exchange between ranks on the CPU (definition: `reference.py`): one pass over the rows for each function."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import numpy as np
@@ -16,6 +14,7 @@ from thermocline.kernels.cpu.vectors import get_i64, get_u8, get_u32, ones, pref
 
 from . import fields as E
 from . import reference
+from .reference import offsets as offsets
 
 PREFETCH_DISTANCE = 8  # rows
 _PART_FIELDS = len(E.FIELDS)
@@ -260,13 +259,6 @@ def _unpack_gradients(message, fields, part, grads, pitch, count):
             read_row(F.BF16, message, message, dim, grads)
         fill_floats(grads + 4 * dim, pitch - dim, _ZERO)
         message, grads = message + dim * each, grads + 4 * pitch
-
-
-def offsets(part_N: Tensor, size_K: Tensor) -> tuple[Tensor, int]:
-    """(offsets of consecutive records, their end), given the bytes of a record of each part."""
-    size_N = size_K.numpy()[part_N.numpy()]
-    ends_N = np.cumsum(size_N)
-    return torch.from_numpy(ends_N - size_N), int(ends_N[-1]) if len(ends_N) else 0
 
 
 def pack_rows(

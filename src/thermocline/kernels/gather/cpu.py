@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 
@@ -15,7 +14,7 @@ from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.checks import raise_bad_offsets
 from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
-from thermocline.kernels.cpu.compile import Kernel, addresses, helper, inlined, kernel
+from thermocline.kernels.cpu.compile import Kernel, addresses, as_int64, helper, inlined, kernel
 from thermocline.kernels.cpu.pool import pool_bags
 from thermocline.kernels.cpu.sort import BAD_OFFSETS, OK, TASKS_PER_THREAD, raise_if_bad
 from thermocline.kernels.cpu.vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
@@ -36,15 +35,6 @@ _MINUS_ONE = np.uint32(0xFFFFFFFF).view(np.float32)  # the bits of -1 as an int3
 
 
 @inlined
-def _table_place(fields, f):
-    """(offset of codes, offset of meta, row bytes, meta bytes) of a feature's table."""
-    at = f * F.LAYOUT_FIELDS
-    format = get_i64(fields, at + F.FORMAT)
-    width = R.row_bytes(format, get_i64(fields, at + F.DIM))
-    return get_i64(fields, at + F.CODES), 4 * get_i64(fields, at + F.META), width, R.meta_bytes(format)
-
-
-@inlined
 def _tile(tile, height, features, batch):
     """(feature, first bag, end of bags) of a tile of `height` bags."""
     f, b = tile % features, tile // features * height
@@ -55,30 +45,28 @@ def _tile(tile, height, features, batch):
 def _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile):
     """Prefetch the first rows of a tile. Its ids are not checked yet; prefetching an invalid address is harmless."""
     f, bag, end = _tile(tile, height, features, batch)
-    at, meta_at, width, words = _table_place(fields, f)
+    dim, format, codes, meta, width, words = R.table_of(codes, meta, fields, f)
     first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
-    dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
     rows = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS)
     grouped = values != 0 and dim >= R.GROUPED_COLUMNS
     for i in range(first, min(R.next_group(first) + R.PREFETCH_GROUP if grouped else first + R.PREFETCH_DISTANCE, last)):
         row = get_i64(ids, i)
         if values == 0:
-            R.prefetch_row(codes + at, meta + meta_at, width, words, row)
+            R.prefetch_row(codes, meta, width, words, row)
         elif 0 <= row < rows:  # reads the metadata
-            R.prefetch_located_row(format, codes + at, meta + meta_at, width, words, values, int8_slots, dim, row)
+            R.prefetch_located_row(format, codes, meta, width, words, values, int8_slots, dim, row)
 
 
 @helper
 def _prefetch_tile_meta(meta, fields, features, ids, offsets, count, batch, height, tile):
     """Prefetch the metadata of the first rows of a tile."""
     f, bag, end = _tile(tile, height, features, batch)
-    _, meta_at, _, words = _table_place(fields, f)
+    dim, _, _, meta, _, words = R.table_of(0, meta, fields, f)
     first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
-    grouped = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM) >= R.GROUPED_COLUMNS
-    for i in range(
-        first, min(R.next_group(first) + 2 * R.PREFETCH_GROUP if grouped else first + 2 * R.PREFETCH_DISTANCE, last)
-    ):
-        prefetch(meta + meta_at + get_i64(ids, i) * words)
+    grouped = dim >= R.GROUPED_COLUMNS
+    ahead = R.next_group(first) + 2 * R.PREFETCH_GROUP if grouped else first + 2 * R.PREFETCH_DISTANCE
+    for i in range(first, min(ahead, last)):
+        prefetch(meta + get_i64(ids, i) * words)
 
 
 @helper
@@ -116,12 +104,11 @@ def _pool_tiles(
     bags = features * batch
     for tile in range(first, last):
         f, bag, end = _tile(tile, height, features, batch)
-        dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
         limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
         problem = _check_tile(ids, offsets, count, bags, bag, end, limit)
         if problem != OK:
             return problem
-        at, meta_at, width, words = _table_place(fields, f)
+        dim, format, table, table_meta, width, words = R.table_of(codes, meta, fields, f)
         last_id = get_i64(offsets, end)
         if tile == first:
             _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile)
@@ -137,8 +124,8 @@ def _pool_tiles(
             until = end if direct else min(bag + SCRATCH_BAGS, end)
             into, step = (place, 4 * pitch) if direct else (scratch, 4 * dim)
             pool_bags(
-                format, codes + at, meta + meta_at, values, int8_slots, width, words, ids, offsets, weights, bag, until,
-                last_id, dim, mean, into, step,
+                format, table, table_meta, values, int8_slots, width, words, ids, offsets, weights, bag, until, last_id, dim,
+                mean, into, step,
             )  # fmt: skip
             if not direct:
                 _write_out(scratch, until - bag, dim, place, size * pitch, target)
@@ -203,13 +190,11 @@ def _reduce_tiles(
     best, winner, value = scratch, scratch + 4 * SCRATCH_ROW, scratch + 8 * SCRATCH_ROW
     for tile in range(first, last):
         f, bag, end = _tile(tile, height, features, batch)
-        dim, format = get_i64(fields, f * F.LAYOUT_FIELDS + F.DIM), get_i64(fields, f * F.LAYOUT_FIELDS + F.FORMAT)
         limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
         problem = _check_tile(ids, offsets, count, features * batch, bag, end, limit)
         if problem != OK:
             return problem
-        at, meta_at, width, words = _table_place(fields, f)
-        table, table_meta = codes + at, meta + meta_at
+        dim, format, table, table_meta, width, words = R.table_of(codes, meta, fields, f)
         for b in range(bag, end):
             low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
             place = (b - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN)
@@ -241,11 +226,8 @@ def _tiles(layout: Layout, batch: int, count: int) -> tuple[int, int, int]:
     return height, tiles, min(tiles, several)
 
 
-_Tasks = tuple[Callable[[int], None], list[int]]  # a task, and the result of each
-
-
-def _tile_tasks(rows: RowArrays, call: LookupCall, batch: int, kernel: Kernel, *how: int) -> _Tasks:
-    """Tasks that run a kernel on all tiles of a lookup."""
+def _run_tiles(rows: RowArrays, call: LookupCall, batch: int, kernel: Kernel, *how: int) -> None:
+    """Run a kernel on all tiles of a lookup."""
     (codes, meta, layout, cache), (ids_N, offsets, *_) = rows, call
     height, tiles, tasks = _tiles(layout, batch, ids_N.numel())
     fields_F8, features = layout.fields_F8.contiguous(), len(layout.tables.features)
@@ -258,11 +240,12 @@ def _tile_tasks(rows: RowArrays, call: LookupCall, batch: int, kernel: Kernel, *
         part = (scratch.ctypes.data, tiles * number // tasks, tiles * (number + 1) // tasks)
         found[number] = kernel(*table, fields_F8.data_ptr(), features, *lookup, *how, *part)
 
-    return task, found
+    threads.run(task, tasks)
+    raise_if_bad(found, layout, ids_N, offsets)
 
 
-def _row_tasks(rows: RowArrays, call: LookupCall, out: Tensor) -> _Tasks:
-    """Tasks that write one output row for each id, zeros after its table's dimension."""
+def _read_rows(rows: RowArrays, call: LookupCall, out: Tensor) -> None:
+    """Write one output row for each id, zeros after its table's dimension."""
     (codes, meta, layout, cache), (ids_N, offsets, _, _, dtype, checked) = rows, call
     ends = offsets.tolist()
     tasks = [
@@ -280,7 +263,8 @@ def _row_tasks(rows: RowArrays, call: LookupCall, out: Tensor) -> _Tasks:
         where = (*addresses(ids_N, out), out.shape[1], _TARGET[dtype], scratch.ctypes.data)
         found[number] = read_rows(*place, field[F.FORMAT], field[F.DIM], limit, *where, first, last)
 
-    return task, found
+    threads.run(task, len(tasks))
+    raise_if_bad(found, layout, ids_N, offsets)
 
 
 def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
@@ -296,16 +280,14 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     if batch == 0:
         return out, winners
     if mode == F.NONE:
-        task, found = _row_tasks(rows, call, out)
+        _read_rows(rows, call, out)
     elif mode == F.MAX:
-        task, found = _tile_tasks(rows, call, batch, _reduce_tiles, _MAX, *addresses(out, winners), shape[1], _TARGET[dtype])
+        _run_tiles(rows, call, batch, _reduce_tiles, _MAX, *addresses(out, winners), shape[1], _TARGET[dtype])
     else:
         weights = None if weights_N is None else weights_N.float().contiguous()
         streamed = dtype == torch.float32 and 4 * out.numel() >= STREAM_MIN_BYTES
         how = (*addresses(weights), mode == F.MEAN, out.data_ptr(), shape[1], _TARGET[dtype], streamed)
-        task, found = _tile_tasks(rows, call, batch, _pool_tiles, *how)
-    threads.run(task, len(found))
-    raise_if_bad(found, layout, ids_N, offsets)
+        _run_tiles(rows, call, batch, _pool_tiles, *how)
     return out, winners
 
 
@@ -318,19 +300,13 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
         raise_bad_offsets(call.offsets, call.ids_N.numel())
         return result_N
     how = (_WEIGHT_GRADIENT, *addresses(result_N, grad), grad.shape[1], F.FP32)
-    task, found = _tile_tasks(rows, call, batch, _reduce_tiles, *how)
-    threads.run(task, len(found))
-    raise_if_bad(found, rows.layout, call.ids_N, call.offsets)
+    _run_tiles(rows, call, batch, _reduce_tiles, *how)
     return result_N
 
 
 def slots_of(cache: Cache | None) -> tuple[int, int]:
     """Addresses of the cache's fp32 and int8 slots; 0 without a cache."""
     return (cache.values.data_ptr(), cache.near.data_ptr()) if cache is not None else (0, 0)
-
-
-def as_int64(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.int64).contiguous()
 
 
 @lru_cache(maxsize=256)

@@ -1,12 +1,4 @@
-"""Look up, dequantize and pool rows on a GPU: all features, dimensions and precisions in one launch.
-
-A program pools a few bags of one feature. Short bags are processed side by side, one id of each at a time; long bags one at a
-time, several ids at once. Both keep about eight rows in flight, which hides memory latency. The meta word of a row and its
-codes are loaded at the same time.
-
-Programs of one launch differ in dimension and precision: the kernel is compiled for the (dimension, precision) pairs of the
-tables, and each program branches once. Rejected: one body with a run-time dimension, which loses the wide loads.
-"""
+"""Look up, dequantize and pool rows on a GPU: all features, dimensions and precisions in one launch."""
 
 from __future__ import annotations
 
@@ -21,36 +13,13 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.arguments import LookupCall, RowArrays
+from thermocline.kernels.gpu import row_tiles as R
+from thermocline.kernels.gpu import slots as S
 from thermocline.kernels.gpu.bags import NO_POSITION, bag_bounds, check_feature_offsets, check_ids, locate_bags
 from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
-from thermocline.kernels.gpu.row_tiles import (
-    BF16,
-    FP16,
-    FP32,
-    INT4,
-    columns,
-    first_words,
-    load_codes,
-    load_planes,
-    over_rows,
-    plane_columns,
-    scale_and_bias,
-    tile_shape,
-)
-from thermocline.kernels.gpu.slots import (
-    BOTH_SLOTS,
-    int8_scales,
-    is_int8_slot,
-    load_fp32_tile,
-    load_int8_tile,
-    load_located_rows,
-    slot_kinds,
-)
 from thermocline.kernels.gpu.staged import cache_tensors, is_staged, locate_staged
 from thermocline.kernels.layout import TableLayout, output_shape, per_feature
-
-from .gpu_cached import pool_cached
 
 _FIELDS = tl.constexpr(F.LAYOUT_FIELDS)
 _CODES, _META, _ROW, _ROWS = (tl.constexpr(k) for k in (F.CODES, F.META, F.ROW, F.ROWS))
@@ -63,9 +32,9 @@ LONG_BAG = 8  # mean ids of a bag from which bags are processed one at a time
 @triton.jit
 def row_codes(codes, id_S, mask_S, DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr):
     if BLOCK == BLOCK_H:
-        return load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, True)
+        return R.load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, True)
     else:
-        return load_planes(codes, id_S, mask_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
+        return R.load_planes(codes, id_S, mask_S, DIM, BLOCK_H, BLOCK // BLOCK_H)
 
 
 @triton.jit
@@ -78,14 +47,14 @@ def weighted_rows(
     weight_S = tl.full(mask_S.shape, 1.0, tl.float32)
     if WEIGHTED:
         weight_S = tl.load(weights + place_S, mask=mask_S, other=0.0).to(tl.float32)
-    if FORMAT == FP32 or FORMAT == FP16 or FORMAT == BF16:
-        value = load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, True)
+    if FORMAT == R.FP32 or FORMAT == R.FP16 or FORMAT == R.BF16:
+        value = R.load_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, True)
         if WEIGHTED:
-            value = value * over_rows(weight_S, value)
+            value = value * R.over_rows(weight_S, value)
         return value, weight_S
     else:
         if CACHED:
-            word_S = first_words(meta, id_S, mask_S, FORMAT)
+            word_S = R.first_words(meta, id_S, mask_S, FORMAT)
             hit_S = mask_S & (word_S < 0)
             at_S = word_S
             if POOL >= 0:  # decided before the words of staged rows arrive, so that their codes are loaded as well
@@ -93,22 +62,22 @@ def weighted_rows(
                 id_S, meta, word_S = locate_staged(area, POOL, meta, word_S, id_S, mask_S, row, FORMAT)
             value = row_codes(codes, id_S, mask_S & (hit_S == 0), DIM, FORMAT, BLOCK, BLOCK_H)
             fp32_S = hit_S
-            if CACHED == BOTH_SLOTS:
-                fp32_S = hit_S & (is_int8_slot(at_S) == 0)
-            cached = load_fp32_tile(values, at_S, fp32_S, DIM, BLOCK, BLOCK_H)
-            scale_S, bias_S = scale_and_bias(word_S, meta, id_S, mask_S, FORMAT)
+            if CACHED == S.BOTH_SLOTS:
+                fp32_S = hit_S & (S.is_int8_slot(at_S) == 0)
+            cached = S.load_fp32_tile(values, at_S, fp32_S, DIM, BLOCK, BLOCK_H)
+            scale_S, bias_S = R.scale_and_bias(word_S, meta, id_S, mask_S, FORMAT)
             scale_S, bias_S = tl.where(hit_S, 1.0, scale_S), tl.where(hit_S, 0.0, bias_S)
             value += cached  # one of the two is zero
-            if CACHED == BOTH_SLOTS:
-                int8_S = hit_S & is_int8_slot(at_S)
-                value += load_int8_tile(area, at_S, int8_S, DIM, BLOCK, BLOCK_H)
-                scale_S = tl.where(int8_S, int8_scales(area, at_S, int8_S, DIM), scale_S)
+            if CACHED == S.BOTH_SLOTS:
+                int8_S = hit_S & S.is_int8_slot(at_S)
+                value += S.load_int8_tile(area, at_S, int8_S, DIM, BLOCK, BLOCK_H)
+                scale_S = tl.where(int8_S, S.int8_scales(area, at_S, int8_S, DIM), scale_S)
         else:
             value = row_codes(codes, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H)
-            scale_S, bias_S = scale_and_bias(first_words(meta, id_S, mask_S, FORMAT), meta, id_S, mask_S, FORMAT)
+            scale_S, bias_S = R.scale_and_bias(R.first_words(meta, id_S, mask_S, FORMAT), meta, id_S, mask_S, FORMAT)
         if WEIGHTED:
             scale_S, bias_S = scale_S * weight_S, bias_S * weight_S
-        return value * over_rows(scale_S, value), bias_S
+        return value * R.over_rows(scale_S, value), bias_S
 
 
 @triton.jit
@@ -117,11 +86,18 @@ def _load_rows_anywhere(
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
     POOL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows as fp32, from table, slots or staging area."""
-    word_S = first_words(meta, id_S, mask_S & (CACHED > 0), FORMAT)
+    """A flat tile of rows as fp32, from table, slots or staging area."""
+    word_S = R.first_words(meta, id_S, mask_S & (CACHED > 0), FORMAT)
     if POOL >= 0:
         id_S, meta, word_S = locate_staged(area, POOL, meta, word_S, id_S, mask_S, row, FORMAT)
-    return load_located_rows(codes, meta, values, area, word_S, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, CACHED)
+    if CACHED:
+        hit_S = mask_S & (word_S < 0)
+        value = R.load_codes(codes, id_S, mask_S & (word_S >= 0), DIM, FORMAT, BLOCK, BLOCK_H, True)
+        cached = S.load_slots(values, area, word_S, hit_S, DIM, BLOCK, BLOCK_H, CACHED, True)
+        value = R.dequantized(value, word_S, meta, id_S, mask_S, FORMAT)
+        return tl.where(hit_S[:, None], cached, value)
+    else:
+        return R.load_rows(codes, meta, id_S, mask_S, DIM, FORMAT, BLOCK, BLOCK_H, True)
 
 
 @triton.jit
@@ -166,10 +142,10 @@ def _pool(
     first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES, UNPOOLED)
     if FLAT:
         acc = tl.full((TILE, BLOCK), float("-inf") if MODE == _MAX else 0.0, tl.float32)
-        column, _, _, inside = columns(DIM, BLOCK, BLOCK_H, True)
+        column, _, _, inside = R.columns(DIM, BLOCK, BLOCK_H, True)
     else:
         acc = tl.zeros((TILE, BLOCK_H, BLOCK // BLOCK_H), tl.float32)
-        column, inside = plane_columns(DIM, BLOCK_H, BLOCK // BLOCK_H)
+        column, inside = R.plane_columns(DIM, BLOCK_H, BLOCK // BLOCK_H)
     winner = tl.full((TILE, BLOCK), -1, tl.int32)
     bias_T = tl.zeros((TILE,), tl.float32)
     first_bad = tl.full((TILE * STRIDE,), NO_POSITION, tl.int64)
@@ -195,14 +171,14 @@ def _pool(
         check_ids(ids, fields, feature, rows, first_bad, flag, record)
     if MODE == _MAX:
         acc = tl.where(winner >= 0, acc, 0.0)
-    elif FORMAT >= INT4:
-        acc += over_rows(bias_T, acc)
+    elif FORMAT >= R.INT4:
+        acc += R.over_rows(bias_T, acc)
     if MODE == _MEAN:
-        acc = acc * over_rows(tl.div_rn(1.0, tl.maximum(last_T - first_T, 1).to(tl.float32)), acc)
+        acc = acc * R.over_rows(tl.div_rn(1.0, tl.maximum(last_T - first_T, 1).to(tl.float32)), acc)
     mask_T = bag_T < last_T if UNPOOLED else bag_T < batch
     start = 0 if UNPOOLED else tl.multiple_of(tl.load(field + _COLUMN), ALIGN)
-    at = over_rows(bag_T, acc) * width + start + column[None]
-    mask = over_rows(mask_T, acc) & inside[None]
+    at = R.over_rows(bag_T, acc) * width + start + column[None]
+    mask = R.over_rows(mask_T, acc) & inside[None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask, cache_modifier=".cs")  # not read again here
     if MODE == _MAX:
         tl.store(winners + at, winner, mask=mask)
@@ -226,20 +202,11 @@ def _gather(
     format = tl.load(fields + feature * _FIELDS + _FORMAT)
     for g in tl.static_range(len(GROUPS)):
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
-            if GROUPS[g][7] and STRIDE >= 4:
-                pool_cached(
-                    codes, meta, values, area, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
-                    feature, first, MODE, WEIGHTED, CHECKED, STRIDE // 4,
-                    GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], ALIGN, 4 if GROUPS[g][4] > 4 else GROUPS[g][4],
-                    GROUPS[g][5], FEATURES,
-                )  # fmt: skip
-            else:
-                _pool(
-                    codes, meta, values, area, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch,
-                    width, feature, first, MODE, WEIGHTED, CHECKED, TILE, STRIDE,
-                    GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], OUT_BLOCK, ALIGN, GROUPS[g][4], GROUPS[g][5],
-                    GROUPS[g][6], FEATURES,
-                )  # fmt: skip
+            _pool(
+                codes, meta, values, area, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch, width,
+                feature, first, MODE, WEIGHTED, CHECKED, TILE, STRIDE, GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3],
+                OUT_BLOCK, ALIGN, GROUPS[g][4], GROUPS[g][5], GROUPS[g][6], FEATURES,
+            )  # fmt: skip
 
 
 def row_align(format: int, dim: int, long: bool) -> int:
@@ -258,17 +225,15 @@ def out_align(tables: TableLayout) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _groups(
-    tables: TableLayout, long: bool, staged: bool, wide: bool
-) -> tuple[tuple[int, int, int, int, int, int, int, bool], ...]:
-    """(dimension, format, BLOCK, BLOCK_H, row alignment, CACHED, pool of staged rows or -1, wide) of each kind of table."""
+def _groups(tables: TableLayout, long: bool, staged: bool) -> tuple[tuple[int, int, int, int, int, int, int], ...]:
+    """(dimension, format, BLOCK, BLOCK_H, row alignment, CACHED, pool of staged rows or -1) of each kind of table."""
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(tables.pools)}
     groups = []
     for dim, format in tables.groups:
         number = pools.get((dim, format), -1)
-        cached = slot_kinds(*(pool for pool in tables.pools if (pool.dim, pool.format) == (dim, format)))
-        shape = (*tile_shape(format, dim), row_align(format, dim, long))
-        groups.append((dim, format, *shape, cached, number if staged else -1, bool(cached) and wide))
+        cached = S.slot_kinds(*(pool for pool in tables.pools if (pool.dim, pool.format) == (dim, format)))
+        shape = (*R.tile_shape(format, dim), row_align(format, dim, long))
+        groups.append((dim, format, *shape, cached, number if staged else -1))
     return tuple(groups)
 
 
@@ -296,9 +261,7 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
         return out, winners
     long = mode <= F.MEAN and count >= LONG_BAG * batch * features
     staged = cache is not None and cache.staged
-    # TableLayout in host memory use one order of additions, so that no bit depends on whether rows were prefetched.
-    wide = not staged and codes.device == meta.device
-    tile, warps, constants = _constants(tables, unpooled, long, staged, wide)
+    tile, warps, constants = _constants(tables, unpooled, long, staged)
     programs = max(1, ceil_div(count, tile) + features - 1) if unpooled else features * ceil_div(batch, tile)
     launch(
         _gather, programs,
@@ -316,11 +279,9 @@ def _none(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _constants(
-    tables: TableLayout, unpooled: bool, long: bool, staged: bool, wide: bool
-) -> tuple[int, int, tuple[object, ...]]:
+def _constants(tables: TableLayout, unpooled: bool, long: bool, staged: bool) -> tuple[int, int, tuple[object, ...]]:
     """(bags of a program, warps, constants of `_gather`)."""
-    groups, features = _groups(tables, long, staged, wide), len(tables.features)
+    groups, features = _groups(tables, long, staged), len(tables.features)
     tile, stride, warps = tiling(max(g[2] for g in groups), long)
     mixed = unpooled and len({dim for dim, _ in tables.groups}) > 1
     out_block = power_of_two(tables.max_dim) if mixed else 0
@@ -339,7 +300,7 @@ def _weight_gradient_tile(
     row, rows = tl.load(field + _ROW), tl.load(field + _ROWS)
     bag_T = first + tl.arange(0, TILE)
     first_T, last_T = bag_bounds(offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES, False)
-    column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H, True)
+    column, _, _, inside_D = R.columns(DIM, BLOCK, BLOCK_H, True)
     at = bag_T[:, None] * width + tl.load(field + _COLUMN) + column[None, :]
     mask = (bag_T < batch)[:, None] & inside_D[None, :]
     grad_TD = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
@@ -378,7 +339,7 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
     result_N = torch.zeros(count, device=meta.device)
     if count == 0:
         return result_N
-    groups = _groups(tables, False, cache is not None and cache.staged, False)
+    groups = _groups(tables, False, cache is not None and cache.staged)
     tile = max(1, min(4, 2048 // max(g[2] for g in groups)))
     launch(
         _weight_gradient, len(tables.features) * ceil_div(batch, tile),

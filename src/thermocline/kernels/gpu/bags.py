@@ -11,6 +11,24 @@ NO_POSITION = tl.constexpr(1 << 62)
 
 
 @triton.jit
+def ids_of_program(offsets, program, ids_count, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, TILE: tl.constexpr):
+    """(feature, first id of this program, end of the feature); feature = FEATURES if none is left."""
+    f = tl.arange(0, BLOCK_F)
+    at = f.to(tl.int64) * batch
+    first = tl.load(offsets + at, mask=f < FEATURES, other=0).to(tl.int64)
+    last = tl.load(offsets + at + batch, mask=f < FEATURES, other=0).to(tl.int64)
+    first = tl.minimum(tl.maximum(first, 0), ids_count)  # the lookup reports wrong offsets
+    last = tl.minimum(tl.maximum(last, first), ids_count)
+    tiles = tl.cdiv(last - first, TILE)
+    ends = tl.cumsum(tiles, 0)
+    feature = tl.sum(((ends <= program) & (f < FEATURES)).to(tl.int32), 0)
+    mine = f == feature
+    begun = tl.sum(tl.where(mine, ends - tiles, 0), 0)
+    begin = tl.sum(tl.where(mine, first, 0), 0) + (program - begun) * TILE
+    return feature, begin, tl.sum(tl.where(mine, last, 0), 0)
+
+
+@triton.jit
 def locate_bags(
     offsets, program, ids_count, batch,
     FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, UNPOOLED: tl.constexpr, TILE: tl.constexpr,
@@ -22,17 +40,8 @@ def locate_bags(
     elif FEATURES == 1:
         return program * 0, program.to(tl.int64) * TILE
     else:
-        f = tl.arange(0, BLOCK_F)
-        first = tl.load(offsets + f, mask=f < FEATURES, other=0).to(tl.int64)
-        last = tl.load(offsets + f + 1, mask=f < FEATURES, other=0).to(tl.int64)
-        first = tl.minimum(tl.maximum(first, 0), ids_count)
-        last = tl.minimum(tl.maximum(last, first), ids_count)
-        tiles = tl.cdiv(last - first, TILE)
-        ends = tl.cumsum(tiles, 0)
-        feature = tl.sum(((ends <= program) & (f < FEATURES)).to(tl.int32), 0)
-        mine = f == feature
-        begun = tl.sum(tl.where(mine, ends - tiles, 0), 0)
-        return feature, tl.sum(tl.where(mine, first, 0), 0) + (program - begun) * TILE
+        feature, first, _ = ids_of_program(offsets, program, ids_count, 1, FEATURES, BLOCK_F, TILE)
+        return feature, first
 
 
 @triton.jit

@@ -178,20 +178,3 @@ def store_slots(
         fp32_T = mask_T & (int8_T == 0)
         store_int8_slots(int8_slots, word_T, int8_T, value, size_T, row_T, clock, DIM, BLOCK, BLOCK_H, STOCHASTIC)
     store_fp32_slots(values, word_T, fp32_T, value, DIM, BLOCK, BLOCK_H)
-
-
-@triton.jit
-def load_located_rows(
-    codes, meta, values, int8_slots, word_T, at_T, mask_T,
-    DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CACHED: tl.constexpr,
-):  # fmt: skip
-    """A flat tile of rows as fp32, from table or slots. `word_T`: first meta words, unused if CACHED is 0."""
-    if CACHED:
-        at_T = at_T.to(tl.int64)
-        hit_T = mask_T & (word_T < 0)
-        value = R.load_codes(codes, at_T, mask_T & (word_T >= 0), DIM, FORMAT, BLOCK, BLOCK_H, True)
-        cached = load_slots(values, int8_slots, word_T, hit_T, DIM, BLOCK, BLOCK_H, CACHED, True)
-        value = R.dequantized(value, word_T, meta, at_T, mask_T, FORMAT)
-        return tl.where(hit_T[:, None], cached, value)
-    else:
-        return R.load_rows(codes, meta, at_T, mask_T, DIM, FORMAT, BLOCK, BLOCK_H, True)

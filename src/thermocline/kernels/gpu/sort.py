@@ -31,13 +31,18 @@ class SortedLookups(NamedTuple):
     """The lookups of a batch, sorted by row. `places`, `factors` and `in_bag` are indexed by lookup, not by sorted place."""
 
     keys: Array  # arena rows, ascending; bad ids sort to the end
-    order: Array  # the lookup of each sorted place
+    order: Array  # the lookup of each sorted place; empty if every row occurs once
     places: Array  # first gradient element of the lookup's bag; empty if unpooled
     sorted_places: Array  # the same in sorted order, written by `sum_gradients`
     factors: Array  # factor of the gradient; empty without one
     in_bag: Array  # index of the lookup in its bag, for max pooling; else empty
     winners: Tensor
     align: int  # divides every place
+
+    @property
+    def flags(self) -> tuple[bool, bool, bool, int]:
+        """UNPOOLED, FACTORS, IN_BAG and ALIGN of the kernels that sum gradients."""
+        return self.places.numel() == 0, self.factors.numel() > 0, self.in_bag.numel() > 0, self.align
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thermocline.kernels.gpu.bags import NO_POSITION, check_ids
+from thermocline.kernels.gpu.bags import NO_POSITION, check_ids, ids_of_program
 from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
 
@@ -22,7 +22,7 @@ _KEPT, _KEPT_COUNT, _PLACE, _BLOCK = (tl.constexpr(k) for k in (M.KEPT, M.KEPT_C
 _LOW, _HIGH, _FIRST = tl.constexpr(M.LOW), tl.constexpr(M.HIGH), tl.constexpr(M.FIRST)
 _OTHERS, _OTHERS_KEY = tl.constexpr(M.OTHERS), tl.constexpr(M.OTHERS_KEY)
 _WITHIN, _HASHED = tl.constexpr(M.WITHIN), tl.constexpr(M.HASHED)
-_ALL, _SORTED, _BITMAP = tl.constexpr(M.ALL), tl.constexpr(M.SORTED), tl.constexpr(M.BITMAP)
+_ALL, _SORTED = tl.constexpr(M.ALL), tl.constexpr(M.SORTED)
 
 
 @triton.jit
@@ -75,24 +75,6 @@ def rank_in_bitmap(words, counts, low, high, id_T, mask_T):
         before_T = begin_T + step
         rank_T += _ones(tl.load(words + before_T, mask=kept_T & (before_T < word_T), other=0))
     return kept_T, rank_T
-
-
-@triton.jit
-def ids_of_program(offsets, program, ids_count, batch, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, TILE: tl.constexpr):
-    """(feature, first id of this program, end of the feature); feature = FEATURES if none is left."""
-    f = tl.arange(0, BLOCK_F)
-    at = f.to(tl.int64) * batch
-    first = tl.load(offsets + at, mask=f < FEATURES, other=0).to(tl.int64)
-    last = tl.load(offsets + at + batch, mask=f < FEATURES, other=0).to(tl.int64)
-    first = tl.minimum(tl.maximum(first, 0), ids_count)  # the lookup reports wrong offsets
-    last = tl.minimum(tl.maximum(last, first), ids_count)
-    tiles = tl.cdiv(last - first, TILE)
-    ends = tl.cumsum(tiles, 0)
-    feature = tl.sum(((ends <= program) & (f < FEATURES)).to(tl.int32), 0)
-    mine = f == feature
-    begun = tl.sum(tl.where(mine, ends - tiles, 0), 0)
-    begin = tl.sum(tl.where(mine, first, 0), 0) + (program - begun) * TILE
-    return feature, begin, tl.sum(tl.where(mine, last, 0), 0)
 
 
 @triton.jit

@@ -21,9 +21,6 @@ def gather_pool(placed: ShardedTables, bags: ServedBags, out: Tensor, fetch: Cal
     Returns:
         Lookups of each shard and of the overlay; empty on a GPU.
     """
-    if fetch is not None:
-        assert placed.fields_FN.device.type == "cpu"
-        fetched_C: Tensor = implementation_for("serve", placed.fields_FN).gather_pool(placed, bags, out, fetch)
-        return fetched_C
-    tally_C: Tensor = implementation_for("serve", placed.fields_FN).gather_pool(placed, bags, out)
+    further = () if fetch is None else (fetch,)
+    tally_C: Tensor = implementation_for("serve", placed.fields_FN).gather_pool(placed, bags, out, *further)
     return tally_C

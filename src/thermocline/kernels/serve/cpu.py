@@ -13,7 +13,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import IdOutOfRange
 from thermocline.kernels.cpu import threads
-from thermocline.kernels.cpu.compile import addresses, helper, kernel
+from thermocline.kernels.cpu.compile import addresses, as_int64, helper, kernel
 from thermocline.kernels.cpu.pool import pool_plain
 from thermocline.kernels.cpu.rows import PREFETCH_DISTANCE, fmix32, meta_bytes, prefetch_lines
 from thermocline.kernels.cpu.vectors import get_i64, get_u8, put_i64
@@ -171,20 +171,15 @@ def _look_up_rows(table, rows, count, out, tally, scratch_memory):
 _ROW_OFFSETS = torch.arange(MAX_UNPOOLED_ROWS + 1)
 
 
-def _int64(tensor: Tensor) -> Tensor:
-    """As contiguous int64; usually unchanged."""
-    return tensor if tensor.dtype is torch.int64 and tensor.is_contiguous() else tensor.to(torch.int64).contiguous()
-
-
 def gather_pool(
     placed: ShardedTables, bags: ServedBags, out: Tensor, fetch: Callable[[NDArray[np.int64]], object] | None = None
 ) -> Tensor:
     """Look up and pool into `out`; returns the lookups of each shard and of the overlay."""
-    rows_N, count, ends_F1 = _int64(bags.rows_N), bags.rows_N.numel(), _int64(bags.ends_F1)
+    rows_N, count, ends_F1 = as_int64(bags.rows_N), bags.rows_N.numel(), as_int64(bags.ends_F1)
     if bags.offsets_B1 is None:
         offsets, starts_F1 = _ROW_OFFSETS if count <= MAX_UNPOOLED_ROWS else torch.arange(count + 1), ends_F1
     else:
-        offsets = _int64(bags.offsets_B1)
+        offsets = as_int64(bags.offsets_B1)
         starts_F1 = torch.from_numpy(offsets.numpy()[ends_F1.numpy()])
     several = torch.get_num_threads() > 1
     tasks = max(1, min(TASKS_PER_THREAD * torch.get_num_threads(), count // MIN_TASK_LOOKUPS)) if several else 1
@@ -203,7 +198,7 @@ def gather_pool(
         _raise(placed, rows_N, starts_F1, found)
     kept = None if fetch is None else fetch(addresses_N)
     weights = None if bags.weights_N is None else bags.weights_N.float().contiguous()
-    targets_F2, total = _int64(bags.target_F2), bags.total
+    targets_F2, total = as_int64(bags.target_F2), bags.total
     what = addresses(placed.fields_FN, ends_F1, addresses_N, offsets, weights)
     how = (bags.mode == F.MEAN, *addresses(out, targets_F2))
     threads.run(lambda n: _pool(*what, *how, total * n // tasks, total * (n + 1) // tasks), tasks)

@@ -9,7 +9,7 @@ Copied rows are also on every shard, from COPY_PLACE on; overlay rows, changed a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,5 @@ class ServedBags(NamedTuple):
 
     def to(self, device: torch.device | str) -> ServedBags:
         """A copy on a device."""
-        offsets_B1 = None if self.offsets_B1 is None else self.offsets_B1.to(device)
-        weights_N = None if self.weights_N is None else self.weights_N.to(device)
-        rows_N, ends_F1, target_F2 = (each.to(device) for each in (self.rows_N, self.ends_F1, self.target_F2))
-        return self._replace(rows_N=rows_N, ends_F1=ends_F1, offsets_B1=offsets_B1, weights_N=weights_N, target_F2=target_F2)
+        there: dict[str, Any] = {name: each.to(device) for name, each in self._asdict().items() if isinstance(each, Tensor)}
+        return self._replace(**there)

@@ -13,10 +13,10 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.gather.gpu import LONG_BAG, row_align, tiling
 from thermocline.kernels.gpu import row_tiles as R
-from thermocline.kernels.gpu.bags import NO_POSITION, check_ids, locate_bags
+from thermocline.kernels.gpu.bags import NO_POSITION, check_ids, ids_of_program, locate_bags
 from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
-from thermocline.kernels.ids.gpu import ids_of_program, rank_in_bitmap, rank_in_sorted
+from thermocline.kernels.ids.gpu import rank_in_bitmap, rank_in_sorted
 
 from . import fields as S
 from .fields import ServedBags, ShardedTables

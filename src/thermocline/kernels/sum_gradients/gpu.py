@@ -1,15 +1,7 @@
 """Sum the gradients of repeated rows on a GPU: deterministic, without atomics and without a synchronization.
 
-1. Lookups are sorted by row (`gpu/sort.py`): equal rows become *runs* in the order of the lookups.
-2. Sorted positions are cut into chunks of CHUNK. A first launch lists the runs that begin in each chunk, cached rows apart,
-   because their update differs, and writes the gradient offsets in sorted order.
-3. PARTS programs share a chunk and process its runs TILE at a time, position by position: a tile is full of rows, however often
-   rows repeat.
-4. Long runs: the hottest row of a skewed log takes a tenth of the lookups. The first launch also sums every chunk that lies
-   inside one run, and the sum of a run adds such chunks in one step each.
-
-The order of all additions follows from the sorted keys alone. Rejected: atomics (not deterministic), and finding the runs with
-torch operators (1.3 to 5.7 ms).
+Lookups are sorted by row; a first launch lists the runs of equal rows and sums chunks inside long runs; a second adds the rest
+(docs/decisions/kernel_notes.md).
 """
 
 from __future__ import annotations
@@ -21,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thermocline import formats as F
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import Array, as_tensor, ceil_div, launch, scratch
@@ -247,20 +238,12 @@ class Runs(NamedTuple):
 
 
 def prepare(
-    lookups: SortedLookups,
-    grad_out: Tensor,
-    run: TableRun,
-    distinct: bool,
-    unpooled: bool,
-    meta: Tensor,
-    cached: bool = False,
-    staged: bool = False,
-    clock: Tensor | None = None,
-    hyper: Tensor | None = None,
-) -> Runs:
+    lookups: SortedLookups, grad_out: Tensor, run: TableRun, meta: Tensor, cached: bool = False, staged: bool = False,
+    clock: Tensor | None = None, hyper: Tensor | None = None,
+) -> Runs:  # fmt: skip
     """List the runs of rows of one run of tables, and sum whole chunks. With a clock, advances it in the same launch."""
     count, device = lookups.keys.numel(), grad_out.device
-    chunks = ceil_div(count, CHUNK)
+    chunks, distinct = ceil_div(count, CHUNK), lookups.order.numel() == 0
     partial = 0 if distinct else count // CHUNK * run.dim
     lengths = (chunks * CHUNK, chunks * CHUNK if cached else 0, chunks)
     runs = Runs(*scratch(device, (partial, torch.float32), *((length, torch.int32) for length in lengths)))
@@ -270,8 +253,7 @@ def prepare(
         (lookups.keys, grad_out, *lookups[1:7], runs.partial, meta, *runs[1:], meta if clock is None else clock,
          meta if hyper is None else hyper),
         (count, grad_out.shape[1], run.row, run.row + run.rows, run.meta),
-        (clock is not None, distinct, cached, staged, run.format, unpooled, lookups.factors.numel() > 0,
-         lookups.in_bag.numel() > 0, lookups.align, run.dim, block, block_h, REST_TILE, CHUNK),
+        (clock is not None, distinct, cached, staged, run.format, *lookups.flags, run.dim, block, block_h, REST_TILE, CHUNK),
         exact=True, warps=warps_for(block),
     )  # fmt: skip
     return runs
@@ -305,7 +287,7 @@ def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_ou
 
     Synchronizes, because the number of distinct rows is the size of the result.
     """
-    tables, count, mode, device = layout.tables, call.ids_N.numel(), call.mode, grad_out.device
+    tables, count, device = layout.tables, call.ids_N.numel(), grad_out.device
     grad_out = grad_out.contiguous()
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=device), torch.empty((0, tables.max_dim), device=device)
@@ -317,14 +299,14 @@ def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_ou
     rows_U = torch.empty(distinct, dtype=torch.int64, device=device)
     grads_UW = torch.zeros((distinct, tables.max_dim), device=device)
     for run in tables.runs:
-        runs = prepare(lookups, grad_out, run, False, mode == F.NONE, keys_N)
+        runs = prepare(lookups, grad_out, run, keys_N)
         block, block_h = tile_shape(run.format, run.dim)
         launch(
             _store_sums, PARTS * runs.run_counts.numel(),
             (lookups.keys, grad_out, *lookups[1:7], *runs, rank, rows_U, grads_UW),
             (count, grad_out.shape[1], tables.max_dim),
-            (mode == F.NONE, lookups.factors.numel() > 0, lookups.in_bag.numel() > 0, lookups.align,
-             run.dim, block, block_h, TILE, SHORT_RUN, REST_TILE, CHUNK, PARTS), exact=True, warps=warps_for(block),
+            (*lookups.flags, run.dim, block, block_h, TILE, SHORT_RUN, REST_TILE, CHUNK, PARTS), exact=True,
+            warps=warps_for(block),
         )  # fmt: skip
     error_buffer(grad_out).raise_pending()
     return rows_U, grads_UW

@@ -53,11 +53,9 @@ def _update_slots(
     `names`: address of the rows' names, which seed the rounding bits. Three loops, so that the latencies of a row (mean, root,
     largest column, two divisions) overlap with those of other rows.
     """
+    dim, format, codes, meta, width, words = R.table_of(codes, meta, tables, table)
     at = table * F.LAYOUT_FIELDS
-    dim, format, first = get_i64(tables, at + F.DIM), get_i64(tables, at + F.FORMAT), get_i64(tables, at + F.ROW)
-    width, words = R.row_bytes(format, dim), R.meta_bytes(format)
-    codes, meta = codes + get_i64(tables, at + F.CODES), meta + 4 * get_i64(tables, at + F.META)
-    by_column = optimizer == F.ADAGRAD or optimizer == F.ADAM
+    by_column, first = optimizer == F.ADAGRAD or optimizer == F.ADAM, get_i64(tables, at + F.ROW)
     element = get_i64(tables, at + F.ELEMENT) if by_column else first
     state0, state1 = state0 + 4 * element, state1 + 4 * element
     info = scratch + 4 * _INFO
@@ -149,10 +147,9 @@ def _prefetch_rows(
     One group at a time, not row by row: a core stalls on a line whose page misses the TLB, but resolves several such misses at
     once. The metadata of a row says where a cached row is, so it is prefetched one group earlier.
     """
-    field = table * F.LAYOUT_FIELDS
-    dim, format, first = get_i64(tables, field + F.DIM), get_i64(tables, field + F.FORMAT), get_i64(tables, field + F.ROW)
-    width, words, limit = R.row_bytes(format, dim), R.meta_bytes(format), first + get_i64(tables, field + F.ROWS)
-    codes, meta = codes + get_i64(tables, field + F.CODES), meta + 4 * get_i64(tables, field + F.META)
+    dim, format, codes, meta, width, words = R.table_of(codes, meta, tables, table)
+    first = get_i64(tables, table * F.LAYOUT_FIELDS + F.ROW)
+    limit = first + get_i64(tables, table * F.LAYOUT_FIELDS + F.ROWS)
     while fetched_meta < min(u + 3 * GROUP, last) and _row_at(keys, bits, ends, fetched_meta) < limit:
         row = _row_at(keys, bits, ends, fetched_meta)
         prefetch(meta + (row - first) * words)

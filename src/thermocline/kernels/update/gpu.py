@@ -15,22 +15,9 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.kernels.arguments import LookupCall, OptimizerArrays, RowArrays
 from thermocline.kernels.cache.gpu import refresh
+from thermocline.kernels.gpu import row_tiles as R
 from thermocline.kernels.gpu.errors import GRADIENT, error_buffer, report
 from thermocline.kernels.gpu.launch import launch
-from thermocline.kernels.gpu.row_tiles import (
-    FP32,
-    columns,
-    dequantized,
-    extent,
-    first_words,
-    load_codes,
-    load_rows,
-    over_columns,
-    over_rows,
-    store_rows,
-    tile_shape,
-    tree_sum,
-)
 from thermocline.kernels.gpu.slots import load_slots, slot_kinds, store_slots
 from thermocline.kernels.gpu.sort import SortedLookups, advance, sort_lookups
 from thermocline.kernels.gpu.staged import cache_tensors, cancel_leaving, locate_staged
@@ -54,11 +41,6 @@ _STEP = tl.constexpr(F.STEP)
 
 
 @triton.jit
-def _advance(clock, hyper):
-    advance(clock, hyper)
-
-
-@triton.jit
 def _step(
     weight, grad, first_state, second_state, row_T, at, owned_T, mask, hyper,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr,
@@ -71,12 +53,12 @@ def _step(
     elif OPTIMIZER == _ROWWISE:
         sum_T = tl.load(first_state + row_T, mask=owned_T, other=0.0)
         if DIM & (DIM - 1) == 0:
-            mean_T = tree_sum(grad * grad) * (1.0 / DIM)  # exact, without a division
+            mean_T = R.tree_sum(grad * grad) * (1.0 / DIM)  # exact, without a division
         else:
-            mean_T = tl.div_rn(tree_sum(grad * grad), DIM * 1.0)
+            mean_T = tl.div_rn(R.tree_sum(grad * grad), DIM * 1.0)
         sum_T = sum_T + mean_T
         factor_T = tl.div_rn(lr, tl.sqrt_rn(sum_T) + eps)
-        return weight - over_rows(factor_T, grad) * grad, sum_T, weight
+        return weight - R.over_rows(factor_T, grad) * grad, sum_T, weight
     elif OPTIMIZER == _ADAGRAD:
         sums = tl.load(first_state + at, mask=mask, other=0.0) + grad * grad
         return weight - lr * tl.div_rn(grad, tl.sqrt_rn(sums) + eps), sums, weight
@@ -106,24 +88,24 @@ def _update_tile(
     POOL: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     row_T = tl.where(owned_T, key_T - low, 0)
-    column_D, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
-    column, inside = over_columns(column_D), over_columns(inside_D)
-    mask = over_rows(owned_T, column) & inside
-    at = element_at + over_rows(row_T, column) * DIM + column
+    column_D, _, _, inside_D = R.columns(DIM, BLOCK, BLOCK_H)
+    column, inside = R.over_columns(column_D), R.over_columns(inside_D)
+    mask = R.over_rows(owned_T, column) & inside
+    at = element_at + R.over_rows(row_T, column) * DIM + column
     stored_T, stored_meta, found_T = row_T, meta, row_T
     if CACHED:
         weight = load_slots(values, area, word_T, owned_T, DIM, BLOCK, BLOCK_H, CACHED)
     elif POOL >= 0:
-        found_T = first_words(meta, row_T, owned_T, FORMAT)
+        found_T = R.first_words(meta, row_T, owned_T, FORMAT)
         stored_T, stored_meta, first_T = locate_staged(area, POOL, meta, found_T, row_T, owned_T, low, FORMAT)
-        weight = load_codes(codes, stored_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
-        weight = dequantized(weight, first_T, stored_meta, stored_T, owned_T, FORMAT)
+        weight = R.load_codes(codes, stored_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
+        weight = R.dequantized(weight, first_T, stored_meta, stored_T, owned_T, FORMAT)
     else:
-        weight = load_rows(codes, meta, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
+        weight = R.load_rows(codes, meta, row_T, owned_T, DIM, FORMAT, BLOCK, BLOCK_H)
     weight, first, second = _step(weight, grad_TD, first_state, second_state, key_T, at, owned_T, mask, hyper, OPTIMIZER, DIM)
     weight = tl.where(inside, weight, 0.0)
     # A NaN or infinite gradient shows in the state of a row-wise optimizer; a NaN factor shows in every column.
-    low_T, high_T, good_T = extent(weight, inside_D, FP32 if CACHED else FORMAT, OPTIMIZER == _ROWWISE)
+    low_T, high_T, good_T = R.extent(weight, inside_D, R.FP32 if CACHED else FORMAT, OPTIMIZER == _ROWWISE)
     if OPTIMIZER == _ROWWISE:
         good_T = good_T & (first < float("inf"))
     elif OPTIMIZER != _SGD:
@@ -135,7 +117,7 @@ def _update_tile(
         worst = tl.min(tl.where(bad_T, name_T, 0x7FFFFFFFFFFFFFFF), 0)
         report(flag, record, clock, GRADIENT, worst, worst, tl.load(clock + _STEP), worst)
     owned_T = owned_T & good_T
-    mask = over_rows(owned_T, column) & inside
+    mask = R.over_rows(owned_T, column) & inside
     if OPTIMIZER == _ROWWISE:
         tl.store(first_state + key_T, first, mask=owned_T)
     elif OPTIMIZER != _SGD:
@@ -147,7 +129,7 @@ def _update_tile(
             values, area, word_T, owned_T, weight, high_T, name_T, clock, DIM, BLOCK, BLOCK_H, CACHED, STOCHASTIC
         )  # fmt: skip
     else:
-        store_rows(
+        R.store_rows(
             codes, stored_meta, stored_T, owned_T, weight, low_T, high_T, name_T, clock, DIM, FORMAT, BLOCK, BLOCK_H, STOCHASTIC
         )
         if POOL >= 0:
@@ -215,15 +197,9 @@ def _align(format: int, dim: int) -> int:
 
 
 def _launch_updates(
-    lookups: SortedLookups,
-    distinct: bool,
-    unpooled: bool,
-    arrays: RowArrays,
-    optimizer: OptimizerArrays,
-    grad: Tensor,
-    names: Tensor | None = None,
+    lookups: SortedLookups, arrays: RowArrays, optimizer: OptimizerArrays, grad: Tensor, names: Tensor | None = None,
     tick: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Launch the updates of all tables. `tick`: advance the clock first."""
     codes, meta, layout, cache = arrays
     states, hyper, clock, kind, stochastic = optimizer
@@ -237,31 +213,26 @@ def _launch_updates(
         cached = slot_kinds(*(pool for pool in layout.tables.pools if (pool.dim, pool.format) == (run.dim, run.format)))
         pool = number if cache is not None and cache.staged else -1
         times = (clock, hyper) if tick and turn == 0 else (None, None)
-        runs = prepare(lookups, grad, run, distinct, unpooled, meta, cached > 0, pool >= 0, *times)
-        block, block_h = tile_shape(run.format, run.dim)
+        runs = prepare(lookups, grad, run, meta, cached > 0, pool >= 0, *times)
+        block, block_h = R.tile_shape(run.format, run.dim)
         launch(
             _update, PARTS * runs.run_counts.numel(),
             (lookups.keys, lookups.keys if names is None else names, grad, *lookups[1:7], *runs, codes, meta, values, area,
              first, second, hyper, clock, errors.flag, errors.record),
             (count, grad.shape[1], run.row, run.codes, run.meta, run.element),
-            (distinct, names is not None, unpooled, lookups.factors.numel() > 0, lookups.in_bag.numel() > 0, lookups.align,
-             kind, stochastic, run.dim, run.format, block, block_h, _align(run.format, run.dim),
-             cached, pool, F.META_WORDS[run.format], TILE, SHORT_RUN, REST_TILE, CHUNK, PARTS),
-            exact=True, warps=warps_for(block),
+            (lookups.order.numel() == 0, names is not None, *lookups.flags, kind, stochastic, run.dim, run.format, block,
+             block_h, _align(run.format, run.dim), cached, pool, F.META_WORDS[run.format], TILE, SHORT_RUN, REST_TILE, CHUNK,
+             PARTS), exact=True, warps=warps_for(block),
         )  # fmt: skip
 
 
 def update_rows(
-    rows: RowArrays,
-    optimizer: OptimizerArrays,
-    rows_U: Tensor,
-    grads_UW: Tensor,
-    seen_N: Tensor | None = None,
+    rows: RowArrays, optimizer: OptimizerArrays, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor | None = None,
     names_U: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Advance the clock and update distinct arena rows in place."""
     codes, meta, layout, cache = rows
-    launch(_advance, 1, (optimizer.clock, optimizer.hyper), (), (), exact=True, warps=1)
+    launch(advance, 1, (optimizer.clock, optimizer.hyper), (), (), exact=True, warps=1)
     if rows_U.numel() == 0:
         return
     none = rows_U[:0]
@@ -270,7 +241,7 @@ def update_rows(
         keys_N = rows_U if seen_N is None else seen_N.contiguous()
         refresh(codes, meta, cache, layout, keys_N, optimizer.stochastic, seen_N is None)
     names_U = None if names_U is None else names_U.contiguous()
-    _launch_updates(lookups, True, True, rows, optimizer, grads_UW.contiguous(), names_U)
+    _launch_updates(lookups, rows, optimizer, grads_UW.contiguous(), names_U)
 
 
 def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, winners: Tensor, grad_out: Tensor) -> None:
@@ -279,7 +250,7 @@ def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, w
     ids_N, offsets, weights_N, mode, _, _ = call
     hyper, clock = optimizer.hyper, optimizer.clock
     if ids_N.numel() == 0:
-        launch(_advance, 1, (clock, hyper), (), (), exact=True, warps=1)
+        launch(advance, 1, (clock, hyper), (), (), exact=True, warps=1)
         return
     lookups, known = None, False
     area = None if cache is None else area_of(cache)
@@ -291,4 +262,4 @@ def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, w
         lookups = sort_lookups(layout, ids_N, offsets, weights_N, mode, winners, clock, hyper)
     if cache is not None:
         refresh(codes, meta, cache, layout, lookups.keys, optimizer.stochastic, expected=known)
-    _launch_updates(lookups, False, mode == F.NONE, rows, optimizer, grad_out.contiguous(), tick=ahead)
+    _launch_updates(lookups, rows, optimizer, grad_out.contiguous(), tick=ahead)

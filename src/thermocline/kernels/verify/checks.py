@@ -1,9 +1,8 @@
-"""The checks of `run.py`, one function each. Each takes an implementation and returns a `CheckResult`."""
+"""The checks of `run.py`: a function each, whose arguments without the implementation make a `Check`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,11 +13,11 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import BadGradient, IdOutOfRange
 from thermocline.kernels.arguments import LookupCall, OptimizerArrays, RowArrays
-from thermocline.kernels.gather import reference as gather
+from thermocline.kernels.gather import reference as gather_reference
 from thermocline.kernels.layout import Cache
-from thermocline.kernels.quantize import reference as quantize
-from thermocline.kernels.sum_gradients import reference as sum_gradients
-from thermocline.kernels.update import reference as update
+from thermocline.kernels.quantize import reference as quantize_reference
+from thermocline.kernels.sum_gradients import reference as sum_gradients_reference
+from thermocline.kernels.update import reference as update_reference
 
 from . import cases
 from .cases import VerifyCase, moved
@@ -50,6 +49,27 @@ class Implementation(NamedTuple):
             torch.cuda.synchronize()
         if self.module == "gpu":
             import_module("thermocline.kernels.gpu.errors").error_buffer(tensor).raise_pending()
+
+
+Check = tuple[str, str, str, Callable[[Implementation], CheckResult]]  # kernel, case, compared with, function
+
+
+def check(kernel: str, compared_with: str, case: Callable[..., str]) -> Callable[..., Callable[..., Check]]:
+    """Decorate a function of an implementation and further arguments, which alone make a check; `case` describes them."""
+
+    def decorate(function: Callable[..., CheckResult]) -> Callable[..., Check]:
+        return lambda *about: (kernel, case(*about), compared_with, lambda ours: function(ours, *about))
+
+    return decorate
+
+
+LOOKUPS = {  # mode, weighted
+    "sum": (F.SUM, False),
+    "weighted sum": (F.SUM, True),
+    "mean": (F.MEAN, False),
+    "max": (F.MAX, False),
+    "none": (F.NONE, False),
+}
 
 
 # -- comparing ------------------------------------------------------------------------------------------------------
@@ -100,28 +120,39 @@ def _first_failure(results: Iterator[CheckResult]) -> CheckResult:
 # -- quantize -------------------------------------------------------------------------------------------------------
 
 
-def check_quantize(ours: Implementation, format: int, dims: tuple[int, ...], roundings: tuple[bool, ...]) -> CheckResult:
-    def check(dim: int, stochastic: bool) -> CheckResult:
+def _rounding(stochastic: bool) -> str:
+    return "stochastic" if stochastic else "nearest"
+
+
+def _case(format: int, dims: tuple[int, ...], roundings: tuple[bool, ...] = ()) -> str:
+    return f"{F.NAMES[format]}, D={' '.join(map(str, dims))}" + ", " * bool(roundings) + " and ".join(map(_rounding, roundings))
+
+
+@check("quantize", "reference", _case)
+def quantize(ours: Implementation, format: int, dims: tuple[int, ...], roundings: tuple[bool, ...]) -> CheckResult:
+    def compare(dim: int, stochastic: bool) -> CheckResult:
         values_ND = cases.extreme_rows(63, dim)
         seeds = (torch.tensor([2**40 + 7, 3]), torch.arange(63) + 2**33) if stochastic else (None, None)
-        expected = quantize.quantize_rows(values_ND, format, *seeds)
+        expected = quantize_reference.quantize_rows(values_ND, format, *seeds)
         found = ours.of("quantize").quantize_rows(values_ND.to(ours.device), format, *moved(seeds, ours.device))
-        words = f"D={dim} {'stochastic' if stochastic else 'nearest'}"
+        words = f"D={dim} {_rounding(stochastic)}"
         return same_bits((f"{words} codes", found[0], expected[0]), (f"{words} meta", found[1], expected[1]))
 
-    return _first_failure(check(dim, stochastic) for dim in dims for stochastic in roundings)
+    return _first_failure(compare(dim, stochastic) for dim in dims for stochastic in roundings)
 
 
-def check_dequantize(ours: Implementation, format: int, dims: tuple[int, ...]) -> CheckResult:
-    def check(dim: int) -> CheckResult:
-        stored = quantize.quantize_rows(cases.extreme_rows(63, dim), format, None, None)
+@check("dequantize", "reference", _case)
+def dequantize(ours: Implementation, format: int, dims: tuple[int, ...]) -> CheckResult:
+    def compare(dim: int) -> CheckResult:
+        stored = quantize_reference.quantize_rows(cases.extreme_rows(63, dim), format, None, None)
         found_ND = ours.of("quantize").dequantize_rows(*moved(stored, ours.device), format, dim)
-        return same_bits((f"D={dim}", found_ND, quantize.dequantize_rows(*stored, format, dim)))
+        return same_bits((f"D={dim}", found_ND, quantize_reference.dequantize_rows(*stored, format, dim)))
 
-    return _first_failure(check(dim) for dim in dims)
+    return _first_failure(compare(dim) for dim in dims)
 
 
-def check_rounding(ours: Implementation, format: int, dim: int, rows: int) -> CheckResult:
+@check("rounding", "its mean", lambda format, dim, rows: f"{F.NAMES[format]}, {rows} times a row")
+def rounding(ours: Implementation, format: int, dim: int, rows: int) -> CheckResult:
     """Stochastic rounding of one row under many row numbers: steps differ, and the mean is the row."""
     values_D = cases.normal(format, dim) + 0.1
     values_ND, rows_N = values_D.expand(rows, dim).contiguous().to(ours.device), torch.arange(rows, device=ours.device)
@@ -142,25 +173,33 @@ def check_rounding(ours: Implementation, format: int, dim: int, rows: int) -> Ch
 # -- gather and sum gradients ---------------------------------------------------------------------------------------
 
 
-def check_gather(ours: Implementation, case: VerifyCase, mode: int, weighted: bool, dtype: torch.dtype) -> CheckResult:
-    def check(seed: int) -> CheckResult:
+def _lookup(case: VerifyCase, name: str, dtype: torch.dtype = torch.float32) -> str:
+    return f"{case.name}, {name}" + ("" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')} output")
+
+
+@check("gather", "reference", _lookup)
+def gather(ours: Implementation, case: VerifyCase, name: str, dtype: torch.dtype = torch.float32) -> CheckResult:
+    mode, weighted = LOOKUPS[name]
+
+    def compare(seed: int) -> CheckResult:
         rows, call, _ = case.build(mode, weighted, seed)
         call = call._replace(dtype=dtype)
         there = moved(rows, ours.device)
         out, winners = ours.of("gather").gather_pool(there, moved(call, ours.device))
         ours.settle(there.codes)
-        expected, expected_winners = gather.gather_pool(rows, call)
+        expected, expected_winners = gather_reference.gather_pool(rows, call)
         if mode in (F.MAX, F.NONE):
             return same_bits(("output", out, expected), ("winners", winners, expected_winners))
         return close_to("output", out, expected)
 
-    return _first_failure(check(seed) for seed in (0, 1))
+    return _first_failure(compare(seed) for seed in (0, 1))
 
 
-def check_weight_gradient(ours: Implementation, case: VerifyCase) -> CheckResult:
+@check("weight gradient", "reference", lambda case: case.name)
+def weight_gradient(ours: Implementation, case: VerifyCase) -> CheckResult:
     built = case.build(F.SUM, weighted=True)
     found_N = ours.of("gather").weight_gradient(*moved(built, ours.device))
-    return close_to("gradient", found_N / 32, gather.weight_gradient(*built) / 32)  # a sum over up to 513 columns
+    return close_to("gradient", found_N / 32, gather_reference.weight_gradient(*built) / 32)  # a sum over up to 513 columns
 
 
 def _summed(ours: Implementation, rows: RowArrays, call: LookupCall, winners: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,34 +207,29 @@ def _summed(ours: Implementation, rows: RowArrays, call: LookupCall, winners: Te
     return rows_U, grads_UW
 
 
-def check_sums(ours: Implementation, case: VerifyCase, mode: int, weighted: bool) -> CheckResult:
-    rows, call, grad = case.build(mode, weighted)
-    _, winners = gather.gather_pool(rows, call)
+@check("sum gradients", "reference", _lookup)
+def sums(ours: Implementation, case: VerifyCase, name: str) -> CheckResult:
+    rows, call, grad = case.build(*LOOKUPS[name])
+    _, winners = gather_reference.gather_pool(rows, call)
     rows_U, grads_UW = _summed(ours, rows, call, winners, grad)
-    expected = sum_gradients.sum_row_gradients(rows.layout, call, winners, grad)
+    expected = sum_gradients_reference.sum_row_gradients(rows.layout, call, winners, grad)
     same = same_bits(("rows", rows_U, expected[0]))
     # A hot row sums hundreds of gradients.
     return same if same.result == "FAILED" else close_to("sums", grads_UW / 8, expected[1] / 8)
 
 
-def check_repeatable(ours: Implementation, case: VerifyCase, mode: int, weighted: bool) -> CheckResult:
+@check("sum gradients", "itself", lambda case, name: f"{case.name}, {name}, again")
+def repeatable(ours: Implementation, case: VerifyCase, name: str) -> CheckResult:
     """A second run has the same bits; on the CPU with one thread and with all."""
-    rows, call, grad = case.build(mode, weighted)
-    none = torch.zeros(0, dtype=torch.int32)
+    rows, call, grad = case.build(*LOOKUPS[name])
+    none, threads = torch.zeros(0, dtype=torch.int32), torch.get_num_threads()
     first = _summed(ours, rows, call, none, grad)
-    with _one_thread():
-        again = _summed(ours, rows, call, none, grad)
-    return same_bits(("rows", again[0], first[0]), ("sums", again[1], first[1]))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        again = _summed(ours, rows, call, none, grad)
     finally:
         torch.set_num_threads(threads)
+    return same_bits(("rows", again[0], first[0]), ("sums", again[1], first[1]))
 
 
 # -- update ---------------------------------------------------------------------------------------------------------
@@ -215,23 +249,25 @@ def _same_state(ours: _State, theirs: _State) -> CheckResult:
     )
 
 
-def check_update_rows(ours: Implementation, case: VerifyCase, optimizer: int, stochastic: bool) -> CheckResult:
+@check("update rows", "reference", lambda case, kind, by: f"{case.name}, {F.OPTIMIZERS[kind]}, {_rounding(by)}")
+def update_rows(ours: Implementation, case: VerifyCase, optimizer: int, stochastic: bool) -> CheckResult:
     """Two steps from the same summed gradients."""
     rows = case.arena()
     theirs = rows, cases.make_optimizer(optimizer, rows)._replace(stochastic=stochastic)
     mine = moved(theirs, ours.device)
     for step in range(2):
         gradients = cases.make_gradients(rows, seed=step)
-        update.update_rows(*theirs, *gradients)
+        update_reference.update_rows(*theirs, *gradients)
         ours.of("update").update_rows(*mine, *moved(gradients, ours.device))
     ours.settle(mine[0].codes)
     return _same_state(mine, theirs)
 
 
-def check_update_bags(ours: Implementation, case: VerifyCase, optimizer: int, mode: int, weighted: bool) -> CheckResult:
+@check("update bags", "sum, then update", lambda case, kind, name: f"{case.name}, {F.OPTIMIZERS[kind]}, {name}")
+def update_bags(ours: Implementation, case: VerifyCase, optimizer: int, name: str) -> CheckResult:
     """The fused update equals summing followed by updating on the same device."""
-    rows, call, grad = case.build(mode, weighted)
-    _, winners = gather.gather_pool(rows, call)
+    rows, call, grad = case.build(*LOOKUPS[name])
+    _, winners = gather_reference.gather_pool(rows, call)
     fused, apart = (moved((rows, cases.make_optimizer(optimizer, rows)), ours.device) for _ in range(2))
     ours.of("update").update_rows(*apart, *_summed(ours, rows, call, winners, grad))
     ours.of("update").update_bags(*fused, *moved((call, winners, grad), ours.device))
@@ -239,7 +275,12 @@ def check_update_bags(ours: Implementation, case: VerifyCase, optimizer: int, mo
     return _same_state(fused, apart)
 
 
-def check_cache(ours: Implementation, format: int, dim: int, policy: int, int8_slots: int) -> CheckResult:
+def _cached(format: int, dim: int, policy: int, int8_slots: int = 0) -> str:
+    return f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}" + (", int8 slots" if int8_slots else "")
+
+
+@check("cache", "reference", _cached)
+def cache(ours: Implementation, format: int, dim: int, policy: int, int8_slots: int = 0) -> CheckResult:
     """Six training steps of a table with a small cache: rows are admitted, updated and evicted."""
     rows = cases.with_cache(cases.make_arena([cases.CaseTable(63, dim, format)], [0]), 9, policy, int8_slots)
     theirs = rows, cases.make_optimizer(F.ROWWISE_ADAGRAD, rows)
@@ -250,7 +291,7 @@ def check_cache(ours: Implementation, format: int, dim: int, policy: int, int8_s
         seen_N = (torch.rand(40, generator=torch.Generator().manual_seed(step)) ** 2 * 63).long().sort()[0]
         rows_U, counts_U = seen_N.unique(return_counts=True)
         grads_UW = cases.normal(step, rows_U.numel(), dim)
-        update.update_rows(*theirs, rows_U, grads_UW, counts_U)
+        update_reference.update_rows(*theirs, rows_U, grads_UW, counts_U)
         ours.of("update").update_rows(there, mine[1], *moved((rows_U, grads_UW, seen_N), ours.device))
     ours.settle(there.codes)
     return _same_state((there, mine[1]), theirs)
@@ -259,7 +300,8 @@ def check_cache(ours: Implementation, format: int, dim: int, policy: int, int8_s
 # -- bad input ------------------------------------------------------------------------------------------------------
 
 
-def check_bad_id(ours: Implementation, case: VerifyCase) -> CheckResult:
+@check("bad input", "an error", lambda case: "id out of range")
+def bad_id(ours: Implementation, case: VerifyCase) -> CheckResult:
     rows, call, _ = case.build(F.SUM)
     position, limit = int(call.offsets[case.batch]) - 1, case.tables[case.features[0]].rows
     call.ids_N[position] = limit
@@ -273,14 +315,15 @@ def check_bad_id(ours: Implementation, case: VerifyCase) -> CheckResult:
     return CheckResult("FAILED", f"id {limit} of a table of {limit} rows was looked up without an error")
 
 
-def check_bad_gradient(ours: Implementation, case: VerifyCase) -> CheckResult:
+@check("bad input", "an error", lambda case: "NaN in a gradient")
+def bad_gradient(ours: Implementation, case: VerifyCase) -> CheckResult:
     """A NaN gradient is refused, its row and state are unchanged, and the other rows are updated."""
     rows = case.arena()
     theirs = rows, cases.make_optimizer(F.SGD, rows)
     rows_U, grads_UW = cases.make_gradients(rows)
     grads_UW[2, 1] = float("nan")
     mine, said = moved(theirs, ours.device), []
-    both: tuple[tuple[Any, Any, str], ...] = ((update, theirs, "cpu"), (ours.of("update"), mine, ours.device))
+    both: tuple[tuple[Any, Any, str], ...] = ((update_reference, theirs, "cpu"), (ours.of("update"), mine, ours.device))
     for kernels, state, device in both:
         try:
             kernels.update_rows(*state, rows_U.to(device), grads_UW.to(device))

@@ -9,7 +9,7 @@ from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids import reference
 from thermocline.kernels.ids.bitmap import count_ones
 
-from .checks import CheckResult, Implementation, same_bits
+from .checks import CheckResult, Implementation, check, same_bits
 
 _SPAN = 3000  # ids that the bitmap covers
 
@@ -39,7 +39,8 @@ def _maps() -> tuple[Tensor, Tensor, Tensor]:
     return fields_FM, words, (ones_B.cumsum(0) - ones_B).int()
 
 
-def check_ids(ours: Implementation, batch: int) -> CheckResult:
+@check("map ids", "reference", lambda batch: "every kind of map")
+def map_ids(ours: Implementation, batch: int) -> CheckResult:
     """Map ids of all features; every other id of the sorted feature is a kept one."""
     maps, features = _maps(), 5
     generator = torch.Generator().manual_seed(batch)

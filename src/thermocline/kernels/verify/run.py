@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
@@ -16,21 +14,13 @@ from thermocline.errors import BadInput
 
 from . import checks as C
 from .cases import CaseTable, VerifyCase
-from .checks import CheckResult, Implementation
-from .id_maps import check_ids
+from .checks import Check, CheckResult, Implementation
+from .id_maps import map_ids
 
 ReportProgress = Callable[[int, int, str], None]
-Check = tuple[str, str, str, Callable[[Implementation], CheckResult]]  # kernel, case, compared with, function
 
 DIMS = (1, 3, 48, 100, 128, 513)
 FORMATS = range(len(F.NAMES))
-_LOOKUPS: dict[str, dict[str, Any]] = {
-    "sum": {"mode": F.SUM, "weighted": False},
-    "weighted sum": {"mode": F.SUM, "weighted": True},
-    "mean": {"mode": F.MEAN, "weighted": False},
-    "max": {"mode": F.MAX, "weighted": False},
-    "none": {"mode": F.NONE, "weighted": False},
-}
 
 # Every format with two dimensions; the last two tables make one run, and three features share them.
 _ALL = [CaseTable(63, DIMS[(f + k) % 6], f) for f in FORMATS for k in (0, 3)] + [CaseTable(7, 100, F.INT8)] * 2
@@ -98,54 +88,54 @@ def _interpreted() -> bool:
 
 def _all_checks() -> list[Check]:
     """Checks of the Numba kernels."""
-    checks = [_quantize(format, DIMS, (False, True)) for format in FORMATS]
-    checks += [_dequantize(format, DIMS) for format in FORMATS]
-    checks += [_gather(ALL, name) for name in _LOOKUPS]
-    checks += [_gather(ONE_KIND, name, dtype) for name in ("sum", "max") for dtype in (torch.float16, torch.bfloat16)]
-    checks += [_weight_gradient(ALL)]
-    checks += [_sums(ALL, name) for name in _LOOKUPS] + [_sums(ONE_KIND, "sum")]
-    checks += [_repeatable(ALL, "sum")]
-    checks += [_update(ALL, optimizer, rounding) for optimizer in range(4) for rounding in (False, True)]
-    checks += [_update_bags(ALL, optimizer, name) for optimizer, name in enumerate(("sum", "mean", "weighted sum", "max"))]
-    checks += [_update_bags(ALL, F.ROWWISE_ADAGRAD, "none")]
-    checks += [_rounding(format, 48, 20_000) for format in (F.BF16, F.FP8, F.INT8, F.INT4)]
-    checks += [_cache(format, 48, policy) for format in (F.FP8, F.INT8, F.INT4, F.INT2) for policy in range(len(F.POLICIES))]
+    checks = [C.quantize(format, DIMS, (False, True)) for format in FORMATS]
+    checks += [C.dequantize(format, DIMS) for format in FORMATS]
+    checks += [C.gather(ALL, name) for name in C.LOOKUPS]
+    checks += [C.gather(ONE_KIND, name, dtype) for name in ("sum", "max") for dtype in (torch.float16, torch.bfloat16)]
+    checks += [C.weight_gradient(ALL)]
+    checks += [C.sums(ALL, name) for name in C.LOOKUPS] + [C.sums(ONE_KIND, "sum")]
+    checks += [C.repeatable(ALL, "sum")]
+    checks += [C.update_rows(ALL, optimizer, rounding) for optimizer in range(4) for rounding in (False, True)]
+    checks += [C.update_bags(ALL, optimizer, name) for optimizer, name in enumerate(("sum", "mean", "weighted sum", "max"))]
+    checks += [C.update_bags(ALL, F.ROWWISE_ADAGRAD, "none")]
+    checks += [C.rounding(format, 48, 20_000) for format in (F.BF16, F.FP8, F.INT8, F.INT4)]
+    checks += [C.cache(format, 48, policy) for format in (F.FP8, F.INT8, F.INT4, F.INT2) for policy in range(len(F.POLICIES))]
     with_int8 = ((F.INT4, 48, F.LFU), (F.INT2, 100, F.LRU), (F.INT4, 3, F.ADAPTIVE))
-    checks += [_cache(*case, int8_slots=6) for case in with_int8]
-    return [*checks, _ids(5000), *_bad_input(ONE_KIND)]
+    checks += [C.cache(*case, 6) for case in with_int8]
+    return [*checks, map_ids(5000), *_bad_input(ONE_KIND)]
 
 
 def _gpu_checks() -> list[Check]:
     """Checks of the Triton kernels: about 55 compilations of a second or two."""
-    checks = [_quantize(format, (_dim(format),), (format != F.FP32,)) for format in FORMATS]
-    checks += [_quantize(format, (_dim(format),), (False,)) for format in (F.FP16, F.FP8, F.INT8, F.INT4)]
-    checks += [_dequantize(format, (_dim(format),)) for format in FORMATS]
-    checks += [_gather(MIXED, name) for name in _LOOKUPS]
-    checks += [_weight_gradient(MIXED)]
-    checks += [_sums(ONE_KIND, name) for name in ("sum", "max")]
-    checks += [_repeatable(ONE_KIND, "sum")]
-    checks += [_update(ONE_KIND, F.SGD, True), _update(ONE_KIND, F.ADAM, True)]
-    checks += [_update(_one(F.BF16, 100), F.ADAGRAD, True), _update(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, True)]
-    checks += [_update_bags(ONE_KIND, F.SGD, "sum"), _update_bags(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, "sum")]
-    checks += [_rounding(format, _dim(format), 20_000) for format in (F.BF16, F.INT8)]
-    checks += [_cache(F.INT8, 48, F.LFU), _cache(F.INT4, 100, F.ADAPTIVE), _cache(F.INT8, 48, F.LRU)]
-    checks += [_cache(F.INT4, 48, F.LFU, int8_slots=6), _cache(F.INT2, 100, F.ADAPTIVE, int8_slots=6)]
-    return [*checks, _ids(5000), *_bad_input(ONE_KIND)]
+    checks = [C.quantize(format, (_dim(format),), (format != F.FP32,)) for format in FORMATS]
+    checks += [C.quantize(format, (_dim(format),), (False,)) for format in (F.FP16, F.FP8, F.INT8, F.INT4)]
+    checks += [C.dequantize(format, (_dim(format),)) for format in FORMATS]
+    checks += [C.gather(MIXED, name) for name in C.LOOKUPS]
+    checks += [C.weight_gradient(MIXED)]
+    checks += [C.sums(ONE_KIND, name) for name in ("sum", "max")]
+    checks += [C.repeatable(ONE_KIND, "sum")]
+    checks += [C.update_rows(ONE_KIND, F.SGD, True), C.update_rows(ONE_KIND, F.ADAM, True)]
+    checks += [C.update_rows(_one(F.BF16, 100), F.ADAGRAD, True), C.update_rows(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, True)]
+    checks += [C.update_bags(ONE_KIND, F.SGD, "sum"), C.update_bags(_one(F.INT4, 100), F.ROWWISE_ADAGRAD, "sum")]
+    checks += [C.rounding(format, _dim(format), 20_000) for format in (F.BF16, F.INT8)]
+    checks += [C.cache(F.INT8, 48, F.LFU), C.cache(F.INT4, 100, F.ADAPTIVE), C.cache(F.INT8, 48, F.LRU)]
+    checks += [C.cache(F.INT4, 48, F.LFU, 6), C.cache(F.INT2, 100, F.ADAPTIVE, 6)]
+    return [*checks, map_ids(5000), *_bad_input(ONE_KIND)]
 
 
 def _few_checks() -> list[Check]:
     """Checks of the Triton interpreter: about a minute."""
     few = (F.FP32, F.BF16, F.FP8, F.INT8, F.INT4, F.INT2_AFFINE)
-    checks = [_quantize(format, (3, 48), (False, True)) for format in few]
-    checks += [_dequantize(format, (3, 48)) for format in few]
-    checks += [_gather(TINY, name) for name in _LOOKUPS]
-    checks += [_weight_gradient(TINY)]
-    checks += [_sums(TINY_ONE, name) for name in ("sum", "max")]
-    checks += [_repeatable(TINY_ONE, "sum")]
-    checks += [_update(TINY_ONE, optimizer, True) for optimizer in range(4)]
-    checks += [_update_bags(TINY_ONE, F.ROWWISE_ADAGRAD, "mean")]
-    checks += [_rounding(F.INT8, 48, 300), _cache(F.INT4, 5, F.LFU), _cache(F.INT2, 5, F.LFU, int8_slots=6)]
-    return [*checks, _ids(20), *_bad_input(TINY_ONE)]
+    checks = [C.quantize(format, (3, 48), (False, True)) for format in few]
+    checks += [C.dequantize(format, (3, 48)) for format in few]
+    checks += [C.gather(TINY, name) for name in C.LOOKUPS]
+    checks += [C.weight_gradient(TINY)]
+    checks += [C.sums(TINY_ONE, name) for name in ("sum", "max")]
+    checks += [C.repeatable(TINY_ONE, "sum")]
+    checks += [C.update_rows(TINY_ONE, optimizer, True) for optimizer in range(4)]
+    checks += [C.update_bags(TINY_ONE, F.ROWWISE_ADAGRAD, "mean")]
+    checks += [C.rounding(F.INT8, 48, 300), C.cache(F.INT4, 5, F.LFU), C.cache(F.INT2, 5, F.LFU, 6)]
+    return [*checks, map_ids(20), *_bad_input(TINY_ONE)]
 
 
 def _dim(format: int) -> int:
@@ -156,61 +146,5 @@ def _one(format: int, dim: int) -> VerifyCase:
     return VerifyCase("one table", (CaseTable(63, dim, format),), (0,), batch=63, hot=True)
 
 
-def _quantize(format: int, dims: tuple[int, ...], roundings: tuple[bool, ...]) -> Check:
-    words = " and ".join("stochastic" if stochastic else "nearest" for stochastic in roundings)
-    case = f"{F.NAMES[format]}, D={' '.join(map(str, dims))}, {words}"
-    return "quantize", case, "reference", partial(C.check_quantize, format=format, dims=dims, roundings=roundings)
-
-
-def _dequantize(format: int, dims: tuple[int, ...]) -> Check:
-    case = f"{F.NAMES[format]}, D={' '.join(map(str, dims))}"
-    return "dequantize", case, "reference", partial(C.check_dequantize, format=format, dims=dims)
-
-
-def _gather(case: VerifyCase, name: str, dtype: torch.dtype = torch.float32) -> Check:
-    words = f"{case.name}, {name}" + ("" if dtype == torch.float32 else f", {str(dtype).removeprefix('torch.')} output")
-    return "gather", words, "reference", partial(C.check_gather, case=case, dtype=dtype, **_LOOKUPS[name])
-
-
-def _weight_gradient(case: VerifyCase) -> Check:
-    return "weight gradient", case.name, "reference", partial(C.check_weight_gradient, case=case)
-
-
-def _sums(case: VerifyCase, name: str) -> Check:
-    return "sum gradients", f"{case.name}, {name}", "reference", partial(C.check_sums, case=case, **_LOOKUPS[name])
-
-
-def _repeatable(case: VerifyCase, name: str) -> Check:
-    return "sum gradients", f"{case.name}, {name}, again", "itself", partial(C.check_repeatable, case=case, **_LOOKUPS[name])
-
-
-def _update(case: VerifyCase, optimizer: int, stochastic: bool) -> Check:
-    words = f"{case.name}, {F.OPTIMIZERS[optimizer]}, {'stochastic' if stochastic else 'nearest'}"
-    call = partial(C.check_update_rows, case=case, optimizer=optimizer, stochastic=stochastic)
-    return "update rows", words, "reference", call
-
-
-def _update_bags(case: VerifyCase, optimizer: int, name: str) -> Check:
-    call = partial(C.check_update_bags, case=case, optimizer=optimizer, **_LOOKUPS[name])
-    return "update bags", f"{case.name}, {F.OPTIMIZERS[optimizer]}, {name}", "sum, then update", call
-
-
-def _rounding(format: int, dim: int, rows: int) -> Check:
-    call = partial(C.check_rounding, format=format, dim=dim, rows=rows)
-    return "rounding", f"{F.NAMES[format]}, {rows} times a row", "its mean", call
-
-
-def _cache(format: int, dim: int, policy: int, int8_slots: int = 0) -> Check:
-    case = f"{F.NAMES[format]}, D={dim}, {F.POLICIES[policy]}" + (", int8 slots" if int8_slots else "")
-    return "cache", case, "reference", partial(C.check_cache, format=format, dim=dim, policy=policy, int8_slots=int8_slots)
-
-
-def _ids(batch: int) -> Check:
-    return "map ids", "every kind of map", "reference", partial(check_ids, batch=batch)
-
-
 def _bad_input(case: VerifyCase) -> list[Check]:
-    return [
-        ("bad input", "id out of range", "an error", partial(C.check_bad_id, case=case)),
-        ("bad input", "NaN in a gradient", "an error", partial(C.check_bad_gradient, case=case)),
-    ]
+    return [C.bad_id(case), C.bad_gradient(case)]
