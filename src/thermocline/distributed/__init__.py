@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from .sharded_collection import ShardedCollection
     from .sharding import Sharding
     from .simulation.log import SimulationLog
-    from .simulation.simulator import Simulation, simulate
+    from .simulation.result import Simulation
+    from .simulation.simulator import simulate
 
 __all__ = [
     "ReplanProposal", "ShardedCollection", "Sharding", "Simulation", "SimulationLog", "calibrate", "id_maps", "replan",

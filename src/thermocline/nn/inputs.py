@@ -222,7 +222,18 @@ class _ByFeature:
 
 
 class Pooled(_ByFeature):
-    """Pooled output by feature: one vector for each sample, in one tensor [batch, sum of dimensions]."""
+    """Pooled output by feature: one vector for each sample, in one tensor [batch, sum of dimensions].
+
+    Args:
+        values: the tensor.
+        names: the features.
+        dims: columns of each feature.
+
+    Example::
+
+        out = collection(batch)
+        out["user"], out.values(), out.to_dict()
+    """
 
     def __init__(self, values: Tensor, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._names, self._dims = values, tuple(names), tuple(dims)
@@ -243,7 +254,19 @@ class Pooled(_ByFeature):
 
 
 class Unpooled(_ByFeature):
-    """Unpooled output by feature: one vector for each id, with the offsets of the samples."""
+    """Unpooled output by feature: one vector for each id, with the offsets of the samples.
+
+    Args:
+        values: vectors of all features, padded to the largest dimension.
+        bags: the ids and their offsets.
+        names: the features.
+        dims: columns of each feature.
+
+    Example::
+
+        out = thermocline.EmbeddingCollection(tables, mode="none")(batch)
+        out["user"], out.offsets("user")
+    """
 
     def __init__(self, values: Tensor, bags: JaggedIds, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._offsets, self._batch = values, bags.offsets, bags.batch

@@ -22,7 +22,16 @@ T = TypeVar("T")
 
 
 class PrefetchedInput(NamedTuple):
-    """The arguments of forward: `module(rows)` is `module(*rows.arguments)`."""
+    """The input of a batch that `prefetched` yields: `module(rows)` is `module(*rows.arguments)`.
+
+    Attributes:
+        arguments: the arguments of forward.
+
+    Example::
+
+        for batch, rows in bag.prefetched(loader, ids=lambda batch: batch["ids"]):
+            out = bag(rows)
+    """
 
     arguments: tuple[Any, ...]
 

@@ -44,7 +44,12 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class TableConfig(BaseModel):
-    """One table of a tables file."""
+    """One table of a tables file.
+
+    Example::
+
+        table = TableConfig(name="item", rows=1_000_000, dim=128, features=("seen", "bought"))
+    """
 
     model_config = STRICT
     name: Name = Field(description="unique name of the table")

@@ -25,7 +25,12 @@ _SMALLEST = 1 << 20  # bytes, or bytes per second: a smaller number lacks its un
 
 
 class Link(BaseModel):
-    """One class of links: bytes per second, and seconds."""
+    """One class of links: bytes per second, and seconds.
+
+    Example::
+
+        link = Link(bandwidth="450GB/s", latency="10us")
+    """
 
     model_config = STRICT
     bandwidth: Rate = Field(description="bytes per second of one GPU and direction, such as 450GB/s")
@@ -33,7 +38,12 @@ class Link(BaseModel):
 
 
 class GpuSpec(BaseModel):
-    """Memory of one GPU for tables, in bytes, and its read bandwidth, in bytes per second."""
+    """Memory of one GPU for tables, in bytes, and its read bandwidth, in bytes per second.
+
+    Example::
+
+        gpu = GpuSpec(memory="141GB", bandwidth="4.0TB/s")
+    """
 
     model_config = STRICT
     memory: PositiveBytes = Field(description="bytes of GPU memory that tables may fill, such as 141GB")
@@ -41,14 +51,24 @@ class GpuSpec(BaseModel):
 
 
 class HostSpec(BaseModel):
-    """Host memory of a node, in bytes, shared by its GPUs."""
+    """Host memory of a node, in bytes, shared by its GPUs.
+
+    Example::
+
+        host = HostSpec(memory="2TB")
+    """
 
     model_config = STRICT
     memory: Bytes = Field(default=0, description="bytes of host memory of a node, shared by its GPUs, such as 2TB")
 
 
 class Links(BaseModel):
-    """The classes of links of a cluster."""
+    """The classes of links of a cluster.
+
+    Example::
+
+        links = Links(node=Link(bandwidth="450GB/s"), cluster=Link(bandwidth="50GB/s", latency="10us"))
+    """
 
     model_config = STRICT
     node: Link = Field(description="between GPUs of one node")
@@ -58,6 +78,11 @@ class Links(BaseModel):
 
 class Topology(BaseModel):
     """A cluster of equal nodes.
+
+    Attributes:
+        gpu: a GPU of the cluster.
+        host: host memory of a node.
+        links: the links between GPUs.
 
     Example::
 
@@ -109,7 +134,15 @@ class Topology(BaseModel):
 
 
 def presets() -> dict[str, Topology]:
-    """The topologies that are shipped with this package, by name."""
+    """Load the topologies that are shipped with this package.
+
+    Returns:
+        The topologies by name.
+
+    Example::
+
+        presets()["hgx-h200"].gpu.memory  # bytes
+    """
     return {name: Topology.load(name) for name in _preset_names()}
 
 
