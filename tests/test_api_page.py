@@ -22,7 +22,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "api.md"
 PACKAGES = ("thermocline", *(f"thermocline.{name}" for name in ("nn", "plan", "distributed", "checkpoint", "serve", "heat")))
 RAISE_NOTHING = {
     "thermocline.nn.Pooled", "thermocline.nn.Unpooled", "thermocline.plan.FeatureColumn", "thermocline.plan.estimate_memory",
@@ -51,6 +52,12 @@ def test_the_page_lists_exactly_the_public_names():
     listed = re.findall(r"^::: (\S+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert set(listed) == set(PUBLIC)
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.py")], ids=lambda path: path.name)
+def test_docs_and_examples_import_public_packages_only(path):
+    inside = rf"^ *(?:from|import) ((?:{'|'.join(map(re.escape, PACKAGES[1:]))})\.[\w.]+)"
+    assert re.findall(inside, path.read_text(encoding="utf-8"), re.MULTILINE) == []
 
 
 def sections(text):
