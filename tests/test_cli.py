@@ -42,13 +42,13 @@ def test_an_unknown_verb_is_bad_usage():
 
 
 def test_ctrl_c_leaves_with_130():
-    before = "import thermocline.cli.doctor as d\ndef examine(): raise KeyboardInterrupt\nd.examine = examine"
+    before = "import thermocline.cli.machine_checks as m\ndef check(): raise KeyboardInterrupt\nm.CHECKS = (check,)"
     done = thermocline("doctor", before=before)
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
 
 
-BROKEN_DOCTOR = "import thermocline.cli.doctor as d\nd.examine = lambda: 1 // 0"
+BROKEN_DOCTOR = "import thermocline.cli.machine_checks as m\nm.CHECKS = (lambda: 1 // 0,)"
 
 
 def test_an_internal_error_is_one_paragraph_and_code_3():

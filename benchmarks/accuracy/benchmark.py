@@ -18,7 +18,7 @@ from benchmarks.accuracy import rows as accuracy_rows
 from benchmarks.accuracy.arms import CRITEO, FP32, MOVIELENS, SYNTHETIC, AccuracyArm, arms_of, run_job
 from benchmarks.runner import record
 from benchmarks.runner.paired import ReportProgress, TrainingJob, finish
-from thermocline.data import ClickFile
+from thermocline.data.click_files import ClickFile
 from thermocline.train import DLRMSettings
 
 DIMS = (16, 64)

@@ -24,7 +24,7 @@ from benchmarks.kernels.ids import Batch
 from benchmarks.runner.isolated_process import Measurement, tried
 from benchmarks.runner.lookahead import Through, summary, times
 from benchmarks.runner.race import cache_work
-from thermocline.data import SyntheticLog
+from thermocline.data.synthetic import SyntheticLog
 from thermocline.models import DLRM
 
 DENSE_LR = 1e-3

@@ -30,7 +30,9 @@ import torch
 
 from benchmarks.accuracy.arms import KEPT, judge, zero_cold
 from benchmarks.runner.paired import RunResult, TrainingJob
-from thermocline.data import ClickLog, Clicks, MappedRows, MemoryLog, in_memory, open_log
+from thermocline.data.click_files import open_log
+from thermocline.data.click_log import ClickLog, Clicks, MemoryLog, in_memory
+from thermocline.data.id_rows import MappedRows
 from thermocline.data.random_bits import bits, key_of
 from thermocline.heat.profile import TableHeat
 from thermocline.heat.profiler import profile_batches

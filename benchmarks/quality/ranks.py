@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.accuracy.arms import cold_rows
 from benchmarks.quality.arms import CARDS_PER_NODE, FP32, KEPT, NODES, QualityArm, Size, plan_of
 from benchmarks.runner.paired import RunResult, TrainingJob
-from thermocline.data import heat_of
+from thermocline.data.click_log import heat_of
 from thermocline.errors import ThermoclineError
 from thermocline.heat.profile import HeatProfile
 from thermocline.heat.profiler import profile_batches

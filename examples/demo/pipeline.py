@@ -19,11 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from thermocline.errors import BadInput
-from thermocline.heat.profile import HeatProfile
-from thermocline.plan.make import make_plan
-from thermocline.plan.model import Plan, TablePlan, Tier
-from thermocline.plan.tables import TableConfig, TablesConfig
-from thermocline.plan.topology import GpuSpec, Link, Links, Topology
+from thermocline.heat import HeatProfile
+from thermocline.plan import GpuSpec, Link, Links, Plan, TableConfig, TablePlan, TablesConfig, Tier, Topology, make_plan
 
 from .query_server import query
 from .report import fp32_rows, lines_of, page_of

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import BadInput, ThermoclineError
-from thermocline.heat.profile import HeatProfile
+from thermocline.heat import HeatProfile
 
 from .stages import Found, end, environment
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from thermocline.heat.profile import HeatProfile
-from thermocline.plan.model import Plan, TablePlan
+from thermocline.heat import HeatProfile
+from thermocline.plan import Plan, TablePlan
 from thermocline.report.axes import Axis
 from thermocline.report.charts import Bar, Line, bars, lines
 from thermocline.report.markup import Html

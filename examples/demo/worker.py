@@ -22,11 +22,8 @@ import torch.distributed as dist
 from thermocline.checkpoint import save
 from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.write_log import write_parquet
-from thermocline.heat.log_files import profile_files
-from thermocline.heat.profiler import profile_batches
-from thermocline.plan.make import make_plan
-from thermocline.plan.model import Plan
-from thermocline.plan.tables import TableConfig, TablesConfig
+from thermocline.heat import profile_batches, profile_files
+from thermocline.plan import Plan, TableConfig, TablesConfig, make_plan
 from thermocline.train import DLRMRun, DLRMSettings, SequenceRun, SequenceSettings, TrainingRanks
 
 from .stages import show_progress, write

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from thermocline.rows.training import Trainer, lookup, synchronize
 
 __version__ = "0.1.0"
+"""The version of this package."""
 
 __all__ = [
     "PRECISIONS", "SGD", "Adagrad", "Adam", "Arena", "BadGradient", "BadInput", "Embedding", "EmbeddingBag",

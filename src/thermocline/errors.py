@@ -16,18 +16,31 @@ from typing import Any
 
 
 class ThermoclineError(Exception):
-    """Base of every error that Thermocline raises on purpose."""
+    """Base of every error that Thermocline raises on purpose.
+
+    Example::
+
+        try:
+            thermocline.load("checkpoint")
+        except thermocline.ThermoclineError as error:
+            sys.exit(str(error))
+    """
 
 
 class BadInput(ThermoclineError, ValueError):
     """An invalid argument: wrong dtype, device, shape or value.
 
-    Keyword arguments become attributes, so that programs and tests read fields instead of sentences:
+    Further attributes differ by error: `value`, `table`, `feature`, `path`, `line`, `needed`, `available`.
 
-        raise BadInput("cache is 2.0; a share of the rows is a float in [0, 1]", parameter="cache", value=2.0)
+    Attributes:
+        parameter: the argument or the field of a file; None where the error names none.
 
-    Usual names: `parameter` (the argument or the field of a file), `value`, `table`, `feature`, `path`, `line`, `needed`,
-    `available`.
+    Example::
+
+        try:
+            thermocline.RowConfig(cache=2.0)
+        except thermocline.BadInput as error:
+            print(error.parameter, error.value)  # cache 2.0
     """
 
     parameter: str | None = None
@@ -53,8 +66,21 @@ def _restore(kind: type[BadInput], args: tuple[Any, ...], fields: dict[str, Any]
 class IdOutOfRange(BadInput):
     """An id that its table has no row for.
 
-    `position` counts the ids of all features, one feature after another. The ids of this feature begin at `first`, which is
-    None on a GPU: its errors are read when the batch may be gone. With `name` and `first`, the message counts from `first`.
+    Attributes:
+        feature: number of the feature.
+        position: position of the id among the ids of all features, one feature after another.
+        id: the id.
+        rows: rows of the table, or ids of the feature's map.
+        table: name of the table, if known.
+        name: name of the feature, if known.
+        first: position of the feature's first id; None from a GPU, which reports when its batch may be gone.
+
+    Example::
+
+        try:
+            bag(ids)
+        except thermocline.IdOutOfRange as error:
+            print(error.id, error.rows)
     """
 
     def __init__(
@@ -84,7 +110,21 @@ class IdOutOfRange(BadInput):
 
 
 class BadGradient(BadInput):
-    """A gradient that would turn a row into NaN or Inf."""
+    """A gradient that would turn a row into NaN or Inf. The row is left as it was.
+
+    Attributes:
+        row: row of the arena.
+        step: number of the step.
+        table: name of the table, if known.
+        first: arena row where the table begins.
+
+    Example::
+
+        try:
+            loss.backward()
+        except thermocline.BadGradient as error:
+            print(error.table, error.row - error.first)
+    """
 
     def __init__(self, row: int, step: int, table: str | None = None, first: int = 0) -> None:
         where = f" (row {row - first} of table {table!r})" if table else ""
@@ -96,4 +136,12 @@ class BadGradient(BadInput):
 
 
 class FormatError(BadInput):
-    """A file or buffer that is not what it claims to be."""
+    """A file or buffer that is not what it claims to be.
+
+    Example::
+
+        try:
+            thermocline.heat.HeatProfile.load("heat.tc")
+        except thermocline.FormatError as error:
+            print(error)
+    """

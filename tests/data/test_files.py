@@ -15,8 +15,8 @@ import torch
 
 from support import has
 from thermocline import BadInput, FormatError
-from thermocline.data import ClickFile, Clicks, open_log
-from thermocline.data.click_log import rebatch
+from thermocline.data.click_files import ClickFile, open_log
+from thermocline.data.click_log import Clicks, rebatch
 
 SAMPLES = 1003
 REAL = Path(os.environ.get("THERMOCLINE_DATA", Path(__file__).parents[3] / "shared" / "data"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thermocline import BadInput
-from thermocline.data import MappedRows, Vocabulary, hashed_rows
+from thermocline.data.id_rows import MappedRows, Vocabulary, hashed_rows
 from thermocline.ids.idmap import IdMap
 
 

@@ -9,8 +9,7 @@ import torch
 
 from support import has
 from thermocline import BadInput
-from thermocline.data import Scores
-from thermocline.data.metrics import auc
+from thermocline.data.metrics import Scores, auc
 
 
 def counted(score, label):

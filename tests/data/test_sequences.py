@@ -14,7 +14,8 @@ from thermocline import BadInput, FormatError
 from thermocline.data.metrics import Ranking, RankSums
 from thermocline.data.sequence_files import open_sequences
 from thermocline.data.sequences import RankShare, SequenceLog
-from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
+from thermocline.data.synthetic_sequences import SyntheticSequences
+from thermocline.data.write_log import write_sequences
 
 DATA = Path(os.environ.get("THERMOCLINE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 

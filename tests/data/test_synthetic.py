@@ -10,9 +10,10 @@ import torch
 
 from support import has
 from thermocline import BadInput
-from thermocline.data import ClickFile, Clicks, SyntheticLog
+from thermocline.data.click_files import ClickFile
+from thermocline.data.click_log import Clicks
 from thermocline.data.metrics import auc
-from thermocline.data.synthetic import CRITEO_ROWS, table_rows
+from thermocline.data.synthetic import CRITEO_ROWS, SyntheticLog, table_rows
 from thermocline.data.write_log import write_parquet
 from thermocline.data.zipf import Zipf
 

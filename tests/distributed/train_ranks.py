@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.quality.arms import QualityArm, Size, plan_of
-from thermocline.data import heat_of
+from thermocline.data.click_log import heat_of
 from thermocline.heat.profile import HeatProfile
 from thermocline.heat.profiler import profile_batches
 from thermocline.train import ONE_RANK, DLRMRun, DLRMSettings, SequenceRun, SequenceSettings, TrainingRanks

@@ -12,8 +12,8 @@ from benchmarks.quality.arms import QualityArm, Size, plan_of
 from support import has
 from thermocline import BadInput
 from thermocline.data.synthetic import SyntheticLog, table_rows
-from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
-from thermocline.data.write_log import write_parquet
+from thermocline.data.synthetic_sequences import SyntheticSequences
+from thermocline.data.write_log import write_parquet, write_sequences
 from thermocline.heat.log_files import profile_files
 from thermocline.nn.prefetch import prefetch_loop
 from thermocline.train import DLRMRun, DLRMSettings, SequenceRun, SequenceSettings, TrainingRanks

@@ -11,7 +11,7 @@ import torch
 import thermocline
 from support import has
 from thermocline import BadInput, FormatError
-from thermocline.data import heat_of
+from thermocline.data.click_log import heat_of
 from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.write_log import write_parquet
 from thermocline.train import DLRMRun, DLRMSettings, evaluate, loop

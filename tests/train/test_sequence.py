@@ -9,7 +9,8 @@ import torch
 
 from support import has
 from thermocline import BadInput
-from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
+from thermocline.data.synthetic_sequences import SyntheticSequences
+from thermocline.data.write_log import write_sequences
 from thermocline.train import SequenceRun, SequenceSettings, evaluate_sequences
 
 SMALL = SequenceSettings(

@@ -46,7 +46,11 @@ def save_async(
     before the call returns.
 
     Args:
-        model, folder, optimizers, progress, incremental: as in `save`.
+        model: as in `save`.
+        folder: as in `save`.
+        optimizers: as in `save`.
+        progress: as in `save`.
+        incremental: as in `save`.
 
     Returns:
         A handle: `wait()` returns when the save is durable, or raises its error; `done` tells whether it has ended.
@@ -67,7 +71,17 @@ def save_async(
 
 
 class BackgroundSave:
-    """A pending save: `wait` returns when it is durable, and raises its error if it failed."""
+    """A pending save, made by `save_async`: `wait` returns when it is durable, and raises its error if it failed.
+
+    Attributes:
+        done: whether the save has ended, with or without an error.
+
+    Example:
+        >>> pending = tc.save_async(model, "checkpoint")
+        >>> pending.done
+        False
+        >>> pending.wait()
+    """
 
     def __init__(self, job: SaveJob | None) -> None:
         self._error: Exception | None = None

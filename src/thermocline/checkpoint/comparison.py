@@ -19,26 +19,52 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TableDiff:
-    """A table of both checkpoints."""
+    """A table of both checkpoints.
+
+    Attributes:
+        table: name of the table.
+        total: rows of the table.
+        precision: precisions in the first and in the second checkpoint.
+        rows: rows whose values differ in a bit.
+        largest: largest difference of two values.
+        states: rows whose optimizer state differs; None if optimizers differ.
+
+    Example:
+        >>> {table.table: table.rows for table in diff("monday", "tuesday").tables}
+        {'user': 1200, 'item': 0}
+    """
 
     table: str
-    total: int  # rows of the table
+    total: int
     precision: tuple[str, str]
-    rows: int  # rows whose values differ in a bit
-    largest: float  # largest difference of two values
-    states: int | None  # rows whose optimizer state differs; None if optimizers differ
+    rows: int
+    largest: float
+    states: int | None
 
 
 @dataclass(frozen=True)
 class Diff:
-    """Differences between two checkpoints."""
+    """Differences between two checkpoints.
+
+    Attributes:
+        steps: steps of the two checkpoints.
+        tables: differences of the tables that both have in one size.
+        only: tables of the first, and of the second, alone.
+        other_size: tables of different sizes.
+        maps: features whose id maps differ.
+        dense: dense tensors that differ or are missing in one.
+
+    Example:
+        >>> diff("monday", "monday").same
+        True
+    """
 
     steps: tuple[int, int]
     tables: tuple[TableDiff, ...]
-    only: tuple[tuple[str, ...], tuple[str, ...]]  # tables of the first, and of the second, alone
+    only: tuple[tuple[str, ...], tuple[str, ...]]
     other_size: tuple[str, ...]
-    maps: tuple[str, ...]  # features whose id maps differ
-    dense: tuple[str, ...]  # dense tensors that differ or are missing in one
+    maps: tuple[str, ...]
+    dense: tuple[str, ...]
 
     @property
     def same(self) -> bool:
@@ -51,7 +77,8 @@ def diff(first: str | Path, second: str | Path) -> Diff:
     """Compare two checkpoints row by row.
 
     Args:
-        first, second: checkpoint folders.
+        first: a checkpoint folder.
+        second: another one.
 
     Returns:
         Counts of rows and names of tensors that differ; `same` is True if none do.

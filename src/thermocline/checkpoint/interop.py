@@ -63,7 +63,7 @@ def _whole(name: str, value: Any) -> Tensor:
 def import_tables(
     state: Mapping[str, Any], tables: Sequence[str] | None = None, bits: int | None = None, rows: RowConfig = RowConfig()
 ) -> EmbeddingCollection:
-    """A collection with the tables of a state dict.
+    """Make a collection with the tables of a state dict.
 
     Args:
         state: a state dict of torch or TorchRec.
@@ -71,8 +71,14 @@ def import_tables(
         bits: bits of fused tables (uint8), which keep every bit in an affine precision.
         rows: how rows are stored and trained.
 
+    Returns:
+        The collection, with a feature for each table.
+
     Raises:
         BadInput: no table is found, or `bits` is missing or unknown.
+
+    Example:
+        >>> collection = import_tables(model.state_dict(), rows=tc.RowConfig("int8"))
     """
     weights = find_weights(state, tables)
     fused = {name for name, weight in weights.items() if weight.dtype == torch.uint8}
@@ -105,6 +111,21 @@ def key_of(table: str, style: Style) -> str:
 
 
 def export_tables(collection: EmbeddingCollection, style: Style = "torchrec") -> dict[str, Tensor]:
-    """A state dict with rows in fp32, or, for tables in an affine precision, in torch's fused form (style "fused")."""
+    """Make a state dict with the rows of a collection.
+
+    Args:
+        collection: the collection.
+        style: key names: "torch" or "torchrec" with rows in fp32, or "fused" for tables in an affine precision, which keep
+            every bit in torch's fused form.
+
+    Returns:
+        The rows of each table by key.
+
+    Raises:
+        BadInput: a table is not in an affine precision, with style "fused".
+
+    Example:
+        >>> torchrec_model.load_state_dict(export_tables(collection), strict=False)
+    """
     read = collection.arena.export_fused if style == "fused" else collection.read_table
     return {key_of(table.name, style): read(index) for index, table in enumerate(collection.tables)}

@@ -106,7 +106,8 @@ def resume(folder: str | Path, model: nn.Module, *, optimizers: Optimizers = Non
 
     Args:
         folder: a folder that `save` wrote, or will write.
-        model, optimizers: as in `load_into`.
+        model: as in `load_into`.
+        optimizers: as in `load_into`.
 
     Returns:
         The `progress` that was saved, or None if the folder holds no checkpoint.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .options import Debug, Json, Quiet
+from .options import Debug, Json, Quiet, command_group
 from .output import at_work, console, deliver, table
 
 if TYPE_CHECKING:
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 _LONGEST, _NAMED = 240, 4  # characters of a value; id maps listed by name
 
-app = typer.Typer(
-    help="Inspect, compare, convert and compact checkpoints.",
-    epilog="Example:  thermocline checkpoint inspect checkpoints/run1",
-    no_args_is_help=True,
-)
+app = command_group("Inspect, compare, convert and compact checkpoints.", "thermocline checkpoint inspect checkpoints/run1")
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint folder.")]
 

@@ -8,14 +8,10 @@ from typing import Annotated
 
 import typer
 
-from .options import Debug, Device, Json, Quiet, check_folder
+from .options import Debug, Device, Json, Quiet, check_folder, command_group
 from .output import console, deliver, progress_bar
 
-app = typer.Typer(
-    help="Write synthetic logs.",
-    epilog="Example:  thermocline data synth -o clicks.parquet --samples 1000000",
-    no_args_is_help=True,
-)
+app = command_group("Write synthetic logs.", "thermocline data synth -o clicks.parquet --samples 1000000")
 
 
 def _check_output(output: Path) -> Path | None:
@@ -73,7 +69,8 @@ def sequences(
     debug: Debug = False,
 ) -> None:
     """Write a synthetic log of histories, sorted by time: user, item and time in milliseconds."""
-    from thermocline.data.synthetic_sequences import SyntheticSequences, write_sequences
+    from thermocline.data.synthetic_sequences import SyntheticSequences
+    from thermocline.data.write_log import write_sequences
 
     made = SyntheticSequences(users, items, seed, exponent, drift)
     with progress_bar(quiet) as progress:

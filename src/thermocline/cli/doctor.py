@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .machine_checks import Finding, examine
+from . import machine_checks
+from .machine_checks import Finding
 from .options import Debug, Json, Quiet
 from .output import console, deliver
 
@@ -19,7 +20,7 @@ STYLES = {"ok": "green", "warn": "yellow", "broken": "bold red"}
 
 def doctor(json: Json = None, quiet: Quiet = False, debug: Debug = False) -> None:
     """Check this machine; every problem comes with a fix."""
-    findings = examine()
+    findings = [check() for check in machine_checks.CHECKS]
     broken = any(finding.state == "broken" for finding in findings)
     checks = [{"name": each.name, "state": each.state, "found": each.found, "mend": each.fix} for each in findings]
     if deliver({"ok": not broken, "checks": checks}, json, False):

@@ -13,7 +13,7 @@ from rich import box
 
 from thermocline.errors import BadInput
 
-from .options import Debug, Json, Quiet, check_folder
+from .options import Debug, Json, Quiet, check_folder, command_group
 from .output import console, deliver, progress_bar, stop_on_interrupt, table
 
 if TYPE_CHECKING:
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 # Lines around the cells, and title and caption on the left.
 _LINED: dict[str, Any] = {"box": box.HEAVY_HEAD, "pad_edge": True, "title_justify": "left", "caption_justify": "left"}
 
-app = typer.Typer(
-    help="Profile how often each row is looked up; merge, show and compare heat files.",
-    epilog="Example:  thermocline heat profile log.parquet --columns user,item -o heat.tc",
-    no_args_is_help=True,
+app = command_group(
+    "Profile how often each row is looked up; merge, show and compare heat files.",
+    "thermocline heat profile log.parquet --columns user,item -o heat.tc",
 )
 
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.tc", callback=check_folder, help="Heat file to write.")]

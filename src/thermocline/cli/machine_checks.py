@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Literal
 
 GIB = 1 << 30
-MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 10)
 MIN_TRITON = (3, 4)
 MIN_FREE_MEMORY = 2 * GIB
@@ -42,19 +41,6 @@ class Finding:
     state: Literal["ok", "warn", "broken"]
     found: str
     fix: str = ""
-
-
-def examine() -> list[Finding]:
-    """Run every check."""
-    return [check() for check in CHECKS]
-
-
-def check_python() -> Finding:
-    """Python is recent enough."""
-    found = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info < MIN_PYTHON:
-        return Finding("Python", "broken", found, "sudo apt install python3 python3-venv")
-    return Finding("Python", "ok", found)
 
 
 def check_triton() -> Finding:
@@ -262,7 +248,7 @@ def _first_line(text: str) -> str:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_python,
+    lambda: Finding("Python", "ok", f"{platform.python_version()} at {sys.executable}"),
     partial(_check_module, "torch", "torch", MIN_TORCH),
     lambda: Finding("NVIDIA driver", "ok", _driver_version() or "none"),
     check_cuda,

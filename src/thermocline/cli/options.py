@@ -28,3 +28,8 @@ Page = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Device = Annotated[DeviceName | None, typer.Option("--device", help="Run on this device only.")]
+
+
+def command_group(help: str, example: str) -> typer.Typer:
+    """A command with subcommands, whose help ends with an example."""
+    return typer.Typer(help=help, epilog=f"Example:  {example}", no_args_is_help=True)

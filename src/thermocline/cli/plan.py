@@ -9,17 +9,16 @@ import typer
 
 from thermocline.errors import BadInput
 
-from .options import Debug, Json, Page, Quiet, check_folder
+from .options import Debug, Json, Page, Quiet, check_folder, command_group
 from .output import console, deliver, progress_bar
 
 if TYPE_CHECKING:
     from thermocline.plan import Plan, TablesConfig
     from thermocline.plan.cost.heat_input import HeatInput
 
-app = typer.Typer(
-    help="Plan precision, replicas and placement of every row; explain a plan; compare it with a run.",
-    epilog="Example:  thermocline plan make --tables tables.yaml --heat heat.tc --topology hgx-h200 --nodes 4 -o plan.json",
-    no_args_is_help=True,
+app = command_group(
+    "Plan precision, replicas and placement of every row; explain a plan; compare it with a run.",
+    "thermocline plan make --tables tables.yaml --heat heat.tc --topology hgx-h200 --nodes 4 -o plan.json",
 )
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (plan.json).")]

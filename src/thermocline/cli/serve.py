@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from thermocline.errors import BadInput
 
-from .options import Debug, DeviceName, Json, Page, Quiet
+from .options import Debug, DeviceName, Json, Page, Quiet, command_group
 from .output import at_work, console, deliver, progress_bar, table
 
 if TYPE_CHECKING:
@@ -28,11 +28,7 @@ if TYPE_CHECKING:
     from thermocline.serve.server.model_loader import ShardConfig
     from thermocline.serve.server.server import InferenceServer
 
-app = typer.Typer(
-    help="Serve the tables of a checkpoint over several shards.",
-    epilog="Example:  thermocline serve run checkpoint --shards 4",
-    no_args_is_help=True,
-)
+app = command_group("Serve the tables of a checkpoint over several shards.", "thermocline serve run checkpoint --shards 4")
 
 
 SplitName = Literal["hash", "range", "feature", "plan"]

@@ -13,7 +13,7 @@ import typer
 
 from thermocline.errors import BadInput
 
-from .options import Debug, Device, Json, Page, Quiet
+from .options import Debug, Device, Json, Page, Quiet, command_group
 from .output import console, deliver, progress_bar, stop_on_interrupt, table
 
 if TYPE_CHECKING:
@@ -52,11 +52,7 @@ RunFile = Annotated[
 Checkpoint = Annotated[Path | None, typer.Option("--checkpoint", metavar="FOLDER", help="Folder to save to and resume from.")]
 Logdir = Annotated[Path | None, typer.Option("--logdir", metavar="FOLDER", help="Folder for TensorBoard scalars.")]
 
-app = typer.Typer(
-    help="Train a reference model.",
-    epilog="Example:  thermocline train dlrm --precision int8",
-    no_args_is_help=True,
-)
+app = command_group("Train a reference model.", "thermocline train dlrm --precision int8")
 
 
 @app.command(epilog="Example:  thermocline train dlrm --data train.txt.gz --precision int8 --checkpoint run1")

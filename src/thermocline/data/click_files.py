@@ -11,6 +11,7 @@ start; a text file is counted once, and read from its beginning to resume.
 
 from __future__ import annotations
 
+from binascii import unhexlify
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -250,12 +251,9 @@ def _ids(column: Any, path: Path) -> NDArray[np.int64]:
         return np.array(compute.fill_null(column, 0).to_numpy(zero_copy_only=False)).astype(np.int64)
     text = compute.utf8_lpad(compute.fill_null(column, ""), 8, padding="0")
     fits = compute.all(compute.equal(compute.binary_length(text), 8)).as_py()
-    digits = _HEX[np.frombuffer(text.buffers()[2], np.uint8, 8 * len(text))] if fits else np.array([-1])
-    if (digits < 0).any():
-        raise FormatError(f"'{path}' has a category that is not a hexadecimal number of at most 8 digits", path=path)
-    return np.asarray((digits.reshape(-1, 8) << np.arange(28, -1, -4)).sum(1), np.int64)
-
-
-_HEX = np.full(256, -1, np.int64)
-for _value, _digit in enumerate("0123456789abcdef"):
-    _HEX[[ord(_digit), ord(_digit.upper())]] = _value
+    try:
+        digits = unhexlify(memoryview(text.buffers()[2])[: 8 * len(text)] if fits else b"?")
+    except ValueError:
+        message = f"'{path}' has a category that is not a hexadecimal number of at most 8 digits"
+        raise FormatError(message, path=path) from None
+    return np.frombuffer(digits, ">u4").astype(np.int64)

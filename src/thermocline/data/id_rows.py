@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,15 +20,6 @@ from thermocline.ids.idmap import IdMap
 from .random_bits import key_of
 
 UNKNOWN = 0
-
-
-class IdRows(Protocol):
-    """A map from raw ids [B, F] to rows [B, F]; `rows` has the size of each table."""
-
-    @property
-    def rows(self) -> tuple[int, ...]: ...
-
-    def __call__(self, raw_BF: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -102,6 +92,9 @@ class MappedRows:
         batch, features = raw_BF.shape
         offsets = torch.arange(features * batch + 1, device=raw_BF.device)
         return IdMaps(self.maps, raw_BF.device)(raw_BF.t().reshape(-1), offsets).view(features, batch).t().contiguous()
+
+
+IdRows = RawIds | Vocabulary | MappedRows  # map raw ids [B, F] to rows [B, F]; `rows` has the size of each table
 
 
 def hashed_rows(rows: Sequence[int], salt: int = 0) -> MappedRows:

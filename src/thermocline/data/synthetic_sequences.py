@@ -19,10 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,20 +126,3 @@ class SyntheticSequences:
     def _chance(self, purpose: int, counter: Tensor) -> Tensor:
         """32 random bits for each counter."""
         return right(bits(key_of(self.seed, purpose), counter), 32)
-
-
-def write_sequences(made: SyntheticSequences, path: Path, progress: ReportProgress = lambda done, total, what: None) -> int:
-    """Write the log as Parquet sorted by time, atomically; return the number of interactions."""
-    import pyarrow
-    import pyarrow.parquet
-
-    user_N, item_N, time_N = (part.numpy() for part in made.interactions(progress))
-    order_N = np.argsort(time_N, kind="stable")
-    columns = {"user": user_N[order_N], "item": item_N[order_N], "time": time_N[order_N]}
-    part = path.with_name(path.name + ".part")
-    try:
-        pyarrow.parquet.write_table(pyarrow.table(columns), part, compression="zstd")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return len(user_N)

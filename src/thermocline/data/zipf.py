@@ -8,6 +8,7 @@ Rank r = 1, 2, ... has a probability proportional to r^-exponent. Ranks up to 64
 from __future__ import annotations
 
 import math
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor
@@ -26,12 +27,9 @@ class Zipf:
         assert 1 <= rows <= MAX_ROWS
         starts = _starts(rows)
         ends = [*starts[1:], rows]
-        total, cumulative = 0.0, []
-        for start, end in zip(starts, ends, strict=True):
-            total += _mass(start + 1, end + 1, exponent)
-            cumulative.append(total)
-        limits = [round(mass / total * 2**32) for mass in cumulative]
-        self._limit_K = torch.tensor(limits, device=device)
+        cumulative = list(accumulate(_mass(start + 1, end + 1, exponent) for start, end in zip(starts, ends, strict=True)))
+        total = cumulative[-1]
+        self._limit_K = torch.tensor([round(mass / total * 2**32) for mass in cumulative], device=device)
         self._start_K = torch.tensor(starts, device=device)
         widths = [end - start for start, end in zip(starts, ends, strict=True)]
         self._width_K = torch.tensor(widths, device=device)
@@ -74,7 +72,4 @@ def _mass(first: int, end: int, exponent: float) -> float:
 
 def _coprime(rows: int) -> int:
     """The smallest number from the golden section of `rows` on that is coprime to it."""
-    multiplier = max(1, int(rows * _GOLDEN_SECTION))
-    while math.gcd(multiplier, rows) != 1:
-        multiplier += 1
-    return multiplier
+    return next(number for number in count(max(1, int(rows * _GOLDEN_SECTION))) if math.gcd(number, rows) == 1)

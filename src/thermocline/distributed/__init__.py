@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from .shard import Sharding, shard_
     from .sharded_collection import ShardedCollection
     from .simulation.log import SimulationLog
-    from .simulation.simulator import Simulation, simulate
+    from .simulation.result import Simulation
+    from .simulation.simulator import simulate
 
 __all__ = [
     "ReplanProposal", "ShardedCollection", "Sharding", "Simulation", "SimulationLog", "calibrate", "id_maps", "replan",

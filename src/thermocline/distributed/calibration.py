@@ -70,6 +70,10 @@ def calibrate(progress: Progress) -> Topology | None:
 
     Returns:
         The topology on rank 0; None on other ranks.
+
+    Example::
+
+        topology = calibrate(lambda done, total, label: print(label))
     """
     with _ranks() as ranks:
         report = progress if ranks.rank == 0 else lambda done, total, what: None

@@ -30,6 +30,9 @@ def id_maps(table: TablePlan, heat: HeatProfile | None = None) -> dict[str, IdMa
         table: the plan of the table.
         heat: the heat profile of the plan; needed if the plan keeps ids.
 
+    Returns:
+        The map of each feature.
+
     Raises:
         BadInput: the heat profile is missing, or has fewer ids than the plan keeps.
 

@@ -44,7 +44,18 @@ BATCHES = 2  # batches whose ids and rows are in memory at once
 
 @dataclass
 class Sharding:
-    """A model whose tables are sharded, as `shard_` returns it."""
+    """A model whose tables are sharded, as `shard_` returns it.
+
+    Attributes:
+        plan: the plan of the tables.
+        groups: the process groups that exchange rows.
+        collections: the sharded collections, by module name.
+
+    Example::
+
+        sharding = thermocline.shard_(model, "plan.json", heat="heat.tc")
+        sharding.heat().save("recent.tc")
+    """
 
     plan: Plan = field(repr=False)  # print(sharding.plan) shows it
     groups: ProcessGroups

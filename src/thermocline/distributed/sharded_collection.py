@@ -51,7 +51,13 @@ T = TypeVar("T")
 
 
 class ShardedCollection(RowsModule):
-    """One rank's shard of a collection, made by `shard_`."""
+    """One rank's shard of a collection, made by `shard_`, with its `mode`, `tables`, `features` and `id_maps`.
+
+    Example::
+
+        sharding = thermocline.shard_(model, "plan.json", heat="heat.tc")
+        sharding.collections["tables"](batch)["user"]  # [batch, dim]
+    """
 
     mode: str
     tables: tuple[Table, ...]

@@ -23,6 +23,10 @@ GROWTH = 1.08  # reach of every step after them, relative to the step before
 class Curve:
     """Rows and lookups of each step, hottest first. Rows never looked up are in no step, or in one without lookups.
 
+    Attributes:
+        rows_K: rows of each step.
+        lookups_K: lookups of all rows of the step together.
+
     Example::
 
         Curve.zipf(rows=1_000_000, exponent=1.05).share_K[0]  # share of the lookups of the hottest row

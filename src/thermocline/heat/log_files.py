@@ -25,7 +25,15 @@ T = TypeVar("T")
 
 
 class ProfilingInterrupted(KeyboardInterrupt):
-    """Profiling was interrupted, and its state was saved."""
+    """Profiling was interrupted, and its state was saved; the same call continues.
+
+    Example::
+
+        try:
+            profile_files(["clicks.parquet"], output="heat.tc", stop=lambda: time.monotonic() > deadline)
+        except ProfilingInterrupted:
+            print("run again to continue")
+    """
 
 
 def profile_files(

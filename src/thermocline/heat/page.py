@@ -24,7 +24,18 @@ HOTTEST = (0.001, 0.01, 0.1)  # parts of the rows whose share of lookups is list
 
 
 def heat_page(profile: HeatProfile) -> str:
-    """The HTML page of a heat profile, with style and charts inside."""
+    """Draw a heat profile as one HTML page, with style and charts inside.
+
+    Args:
+        profile: The profile.
+
+    Returns:
+        The text of the page.
+
+    Example::
+
+        Path("heat.html").write_text(heat_page(HeatProfile.load("heat.tc")))
+    """
     heats = sorted(profile.tables.values(), key=lambda one: (-one.distinct, one.name))
     drawn = [one for one in heats if one.lookups][:DRAWN]
     lookups = sum(one.lookups for one in heats)

@@ -51,22 +51,44 @@ class LogSlice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableHeat:
-    """The counts of one table, or column."""
+    """The counts of one table, or column.
+
+    Attributes:
+        name: name of the table.
+        samples: rows of the log, with or without ids; 0 from live training.
+        lookups: ids of all samples.
+        distinct: ids seen; within `error` unless exact.
+        exact: whether every id was counted; else a sketch estimates.
+        ids_H: ids, hottest first, ties by id: all ids where exact, else the heavy hitters.
+        counts_H: lookups of these ids.
+        lengths_L: ids per sample that occurred, rising.
+        bags_L: samples of each length.
+        missing: nulls.
+        batches: repeats of ids within batches, by batch size.
+        slices: stretches of the log, to measure drift.
+        slack: true counts exceed `counts_H` by at most this.
+        registers: registers of the cardinality sketch; None where exact.
+
+    Example::
+
+        table = HeatProfile.load("heat.tc")["item"]
+        table.ids_H[:10], table.counts_H[:10]  # the ten hottest ids
+    """
 
     name: str
-    samples: int  # rows of the log, with or without ids; 0 from live training
+    samples: int
     lookups: int
-    distinct: int  # ids seen; within `error` unless exact
+    distinct: int
     exact: bool
-    ids_H: Ints  # hottest first, ties by id: all ids where exact, else the heavy hitters
+    ids_H: Ints
     counts_H: Ints
-    lengths_L: Ints  # ids per sample that occurred, rising, and in how many samples
+    lengths_L: Ints
     bags_L: Ints
-    missing: int = 0  # nulls
+    missing: int = 0
     batches: tuple[BatchRepeats, ...] = ()
     slices: tuple[LogSlice, ...] = ()
-    slack: int = 0  # true counts exceed `counts_H` by at most this
-    registers: Registers | None = None  # of the cardinality sketch, where not exact
+    slack: int = 0
+    registers: Registers | None = None
 
     def __post_init__(self) -> None:
         assert self.ids_H.shape == self.counts_H.shape and self.lengths_L.shape == self.bags_L.shape
@@ -132,6 +154,11 @@ class TableHeat:
 class HeatProfile:
     """The heat of the tables of a log.
 
+    Attributes:
+        tables: the counts of each table, by name.
+        source: description of the log.
+        created: time of the profile.
+
     Example::
 
         profile = HeatProfile.load("heat.tc")
@@ -139,7 +166,7 @@ class HeatProfile:
     """
 
     tables: dict[str, TableHeat]
-    source: str = ""  # where it comes from, in words
+    source: str = ""
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
     def __post_init__(self) -> None:

@@ -41,6 +41,13 @@ class ProfilerSettings:
         memory: Bytes of the whole process. Counts that do not fit are sketched.
         batch: Samples per GPU and step, to count repeats.
         cards_per_node: GPUs per node, to count repeats in the batches of a node.
+
+    Raises:
+        BadInput: A number is too small.
+
+    Example::
+
+        profile_files(["clicks.parquet"], settings=ProfilerSettings(memory=8 << 30, batch=4096))
     """
 
     memory: int = 1 << 30
@@ -172,6 +179,9 @@ def profile_batches(
 
     Returns:
         The heat profile.
+
+    Raises:
+        BadInput: There are no batches, or ids of a batch have a wrong type or shape.
 
     Example::
 

@@ -74,9 +74,17 @@ class HotSetChange:
 def compare_profiles(old: HeatProfile, new: HeatProfile) -> list[HotSetChange]:
     """Compare the hot sets of the tables in two profiles.
 
+    Args:
+        old: The older profile.
+        new: The newer profile.
+
     Returns:
         For each common table and each hot set (1% and 5% of the ids): changed rows, and the share of lookups of the new and of
         the old choice.
+
+    Example::
+
+        [change.lost for change in compare_profiles(HeatProfile.load("monday.tc"), HeatProfile.load("tuesday.tc"))]
     """
     names = [name for name in old.tables if name in new.tables]
     return [_change(old.tables[name], new.tables[name], part) for name in names for part in HOT]

@@ -79,6 +79,12 @@ class SaltedHash:
 class IdMap:
     """A map from raw ids to rows. Make one with `identity`, `hashed` or `pruned`; compose with `prune` and `offset`.
 
+    Attributes:
+        start: first step: a range of rows, or a salted hash; None with `kept` ids only.
+        kept: ids, or rows of the first step, that keep a row of their own; None for all.
+        others: the rows of ids that are not kept; None if all ids are kept.
+        first: offset that is added to the row.
+
     Raises:
         BadInput: a number of rows, a salt or the kept ids have a wrong type or value; `error.parameter` names it.
 
@@ -90,7 +96,7 @@ class IdMap:
 
     start: RowRange | SaltedHash | None = None
     kept: KeptIds | None = None
-    others: SaltedHash | None = None  # the rows of ids that are not kept
+    others: SaltedHash | None = None
     first: int = 0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,36 @@
+"""Embedding modules backed by quantized rows, and the conversion of models to them. Names are imported on first use.
+
+`docs/api.md` describes each name:
+
+    Embedding, EmbeddingBag      drop-in `torch.nn` modules with one table
+    EmbeddingCollection, Table   many tables in one module; `unify` makes one table of several
+    RowConfig                    how rows are stored and trained
+    convert_, from_torchrec      modules of an existing model; `KeyedCollection` keeps TorchRec's input and output
+    fused_optimizer              the optimizer of all rows of a model
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from thermocline._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .collection import EmbeddingCollection, Table, unify
+    from .config import RowConfig
+    from .convert import ConversionReport, ConvertedTable, convert_
+    from .embedding import Embedding, EmbeddingBag
+    from .inputs import Pooled, Unpooled
+    from .optimizer import FusedOptimizer
+    from .prefetch import PrefetchedInput
+    from .rows_module import fused_optimizer
+    from .torchrec import KeyedCollection, from_torchrec, to_torchrec
+
+__all__ = [
+    "ConversionReport", "ConvertedTable", "Embedding", "EmbeddingBag", "EmbeddingCollection", "FusedOptimizer",
+    "KeyedCollection", "Pooled", "PrefetchedInput", "RowConfig", "Table", "Unpooled", "convert_", "from_torchrec",
+    "fused_optimizer", "to_torchrec", "unify",
+]  # fmt: skip
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__)

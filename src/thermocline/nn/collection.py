@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
@@ -27,7 +28,7 @@ from .id_maps import FeatureMaps, check_map
 from .inputs import Given, JaggedIds, Pooled, Unpooled, read_features, tensors_of
 from .precision_tiers import Precision, Tiers
 from .prefetch import PrefetchedInput, PrefetchRequest
-from .rows_module import RowsModule, blocks
+from .rows_module import RowsModule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -191,16 +192,10 @@ class EmbeddingCollection(RowsModule):
 
     def reset_parameters(self) -> None:
         """Draw rows from U(-1/sqrt(n), 1/sqrt(n)), where n is the number of rows of the table or part."""
-        device = self.arena.device
-        if device.type == "meta":
-            return
         for index, table in enumerate(self.tables):
             for begin, end in table.parts:
                 bound = (end - begin) ** -0.5
-                for first, last in blocks(end - begin):
-                    rows_N = torch.arange(begin + first, begin + last, device=device)
-                    values_ND = torch.empty(last - first, table.dim, device=device, dtype=torch.float32)
-                    self.arena.write(index, rows_N, values_ND.uniform_(-bound, bound))
+                self.draw_rows(index, begin, end, partial(nn.init.uniform_, a=-bound, b=bound))
 
     def forward(self, input: Any) -> Pooled | Unpooled:
         """Look up a batch.

@@ -28,7 +28,20 @@ Found: TypeAlias = "Sequence[tuple[str, nn.EmbeddingBag | nn.Embedding]]"
 
 @dataclass(frozen=True)
 class ConvertedTable:
-    """One embedding of the model; `skipped` says why it was not replaced."""
+    """One embedding of a converted model.
+
+    Attributes:
+        name: name of the module.
+        rows: number of rows.
+        dim: columns of a row.
+        bytes_before: bytes of the weight before the conversion.
+        bytes_after: bytes of rows and cache after it.
+        skipped: why the embedding was not replaced; empty if it was.
+
+    Example::
+
+        [table.name for table in thermocline.convert_(model).tables if table.skipped]
+    """
 
     name: str
     rows: int
@@ -40,7 +53,16 @@ class ConvertedTable:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `convert_` did. Bytes are those of rows and cache, without optimizer state."""
+    """What `convert_` did, for `print`. Bytes are those of rows and cache, without optimizer state.
+
+    Attributes:
+        tables: the embeddings of the model.
+
+    Example::
+
+        report = thermocline.convert_(model)
+        report.bytes_before / report.bytes_after  # times smaller
+    """
 
     tables: tuple[ConvertedTable, ...]
 

@@ -24,7 +24,7 @@ from .id_maps import FeatureMaps, check_map
 from .inputs import check_integers, check_is_tensor, read_jagged
 from .prefetch import PrefetchedInput, PrefetchRequest
 from .read_only import ReadOnlyWeight, refuse_assignment
-from .rows_module import RowsModule, blocks
+from .rows_module import RowsModule
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -97,14 +97,9 @@ class _SingleTable(RowsModule):
 
     def reset_parameters(self) -> None:
         """Draw rows from N(0, 1), as torch does; the padding row is zero."""
-        table, device = self.arena.tables[0], self.arena.device
-        if device.type == "meta":
-            return
-        for first, last in blocks(table.rows):
-            rows_N = torch.arange(first, last, device=device)
-            self.arena.write(0, rows_N, torch.randn(last - first, table.dim, device=device, dtype=torch.float32))
+        self.draw_rows(0, 0, self.num_embeddings, Tensor.normal_)
         if self.padding_idx is not None:
-            self.set_rows(torch.tensor([self.padding_idx]), torch.zeros(1, table.dim))
+            self.set_rows(torch.tensor([self.padding_idx]), torch.zeros(1, self.embedding_dim))
 
     def warm(self, heat: Tensor | Heat) -> None:
         """Fill the cache with the hottest rows. Call it before rows are set: it flushes the cache first.

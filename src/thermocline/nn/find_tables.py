@@ -5,12 +5,11 @@ The model is built on torch's meta device. Its tables are those of `nn.Embedding
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,27 +41,22 @@ def load_model(path: str | Path, name: str) -> nn.Module:
         ) from error  # fmt: skip
 
 
-def _run(path: str | Path) -> ModuleType:
-    """The file as a module, which may import the files beside it."""
+def _run(path: str | Path) -> dict[str, Any]:
+    """The names of the file, which may import the files beside it."""
     if not Path(path).exists():
         raise BadInput(f"there is no file {str(path)!r}", parameter="path", path=path)
-    spec = importlib.util.spec_from_file_location(f"_model_of_{Path(path).stem}", path)
-    assert spec is not None and spec.loader is not None, "only called with names that end in .py"
-    source = importlib.util.module_from_spec(spec)
     folder = str(Path(path).resolve().parent)
-    sys.modules[spec.name] = source  # dataclasses look up the names in their annotations there
     sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(source)
+        return runpy.run_path(str(path), run_name=f"_model_of_{Path(path).stem}")
     finally:
         sys.path.remove(folder)
-    return source
 
 
-def _make(source: ModuleType, path: str | Path, name: str) -> nn.Module:
-    made = getattr(source, name, None)
+def _make(source: dict[str, Any], path: str | Path, name: str) -> nn.Module:
+    made = source.get(name)
     if made is None:
-        known = [key for key, value in vars(source).items() if isinstance(value, (type, nn.Module)) and key[0] != "_"]
+        known = [key for key, value in source.items() if isinstance(value, (type, nn.Module)) and key[0] != "_"]
         message = f"{path} has no {name!r}; it has {', '.join(known) or 'no classes'}"
         raise BadInput(message, parameter="model", value=name, available=known)
     if callable(made) and not isinstance(made, nn.Module):
@@ -86,20 +80,18 @@ def find_tables(model: nn.Module) -> list[Found]:
             found += _tables_of(name, module)
         elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and id(module.weight) not in seen:
             seen.add(id(module.weight))
-            rows, dim = module.weight.shape
-            table = {
-                "name": name or type(module).__name__,
-                "rows": rows,
-                "dim": dim,
-                "pooling": getattr(module, "mode", "none"),
-            }
-            found.append(table | ({"precision": _DTYPES[dtype]} if (dtype := module.weight.dtype) in _DTYPES else {}))
+            stored = {"precision": _DTYPES[dtype]} if (dtype := module.weight.dtype) in _DTYPES else {}
+            found.append({"name": name or type(module).__name__} | _shape(module, *module.weight.shape) | stored)
     return found
 
 
 def optimizers(model: nn.Module) -> set[str]:
     """The row optimizers of a model's thermocline modules."""
     return {F.OPTIMIZERS[m.rows.optimizer.code] for m in model.modules() if isinstance(m, RowsModule)}
+
+
+def _shape(module: nn.Module, rows: int, dim: int) -> Found:
+    return {"rows": rows, "dim": dim, "pooling": getattr(module, "mode", "none")}
 
 
 def _tables_of(name: str, module: RowsModule) -> Iterator[Found]:
@@ -110,4 +102,4 @@ def _tables_of(name: str, module: RowsModule) -> Iterator[Found]:
             own = {"name": f"{name}.{spec.name}".lstrip("."), "features": list(tables[at].features)}
         stored = {"precision": tiers.precision if tiers.near else tiers.base}
         cache = {"cache": tiers.full} if tiers.full and not tiers.near else {}
-        yield own | {"rows": spec.rows, "dim": spec.dim, "pooling": getattr(module, "mode", "none")} | stored | cache
+        yield own | _shape(module, spec.rows, spec.dim) | stored | cache

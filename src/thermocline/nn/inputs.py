@@ -22,7 +22,7 @@ from thermocline.errors import BadInput
 
 Given = Tensor | tuple[str, ...] | None  # part of an input: a tensor, or the keys of a keyed input
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # no bools: joining features would convert them
 
 
 class JaggedIds(NamedTuple):
@@ -90,27 +90,18 @@ def _one_feature(name: str, given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     else:
         message = f"feature {name!r} is a {type(given).__name__}; give (values, offsets) or a nested jagged tensor"
         raise BadInput(message, feature=name, value=type(given).__name__)
-    weighted = weights is None or (isinstance(weights, Tensor) and weights.shape == values.shape)
-    if not (_are_flat_integers(values) and _are_flat_integers(offsets) and weighted):
-        _refuse_feature(name, values, offsets, weights)
-    return values, offsets, _as_read(weights)
-
-
-def _are_flat_integers(given: Any) -> bool:
-    """Whether ids or offsets are flat integers. Bools would become integers when features are joined."""
-    return isinstance(given, Tensor) and given.dtype in _INTEGERS and given.dim() == 1
-
-
-def _refuse_feature(name: str, values: Any, offsets: Any, weights: Any) -> None:
     of = f" of feature {name!r}"
     check_integers(values, "ids", of)
     check_integers(offsets, "offsets", of)
     if values.dim() != 1 or offsets.dim() != 1:
         message = f"ids{of} are {values.dim()}-D and offsets {offsets.dim()}-D; both must be flat"
         raise BadInput(message, feature=name, value=(values.dim(), offsets.dim()))
-    check_is_tensor(weights, "weights", of, "floats")
-    message = f"weights{of} are {tuple(weights.shape)}, its ids {tuple(values.shape)}; give one for each id"
-    raise BadInput(message, feature=name, parameter="weights", value=tuple(weights.shape), needed=tuple(values.shape))
+    if weights is not None:
+        check_is_tensor(weights, "weights", of, "floats")
+        if weights.shape != values.shape:
+            message = f"weights{of} are {tuple(weights.shape)}, its ids {tuple(values.shape)}; give one for each id"
+            raise BadInput(message, feature=name, parameter="weights", value=tuple(weights.shape), needed=tuple(values.shape))
+    return values, offsets, _as_read(weights)
 
 
 def check_is_tensor(given: Any, what: str = "ids", of: str = "", kind: str = "torch.int32 or torch.int64") -> None:
@@ -222,7 +213,18 @@ class _ByFeature:
 
 
 class Pooled(_ByFeature):
-    """Pooled output by feature: one vector for each sample, in one tensor [batch, sum of dimensions]."""
+    """Pooled output by feature: one vector for each sample, in one tensor [batch, sum of dimensions].
+
+    Args:
+        values: the tensor.
+        names: the features.
+        dims: columns of each feature.
+
+    Example::
+
+        out = collection(batch)
+        out["user"], out.values(), out.to_dict()
+    """
 
     def __init__(self, values: Tensor, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._names, self._dims = values, tuple(names), tuple(dims)
@@ -243,7 +245,19 @@ class Pooled(_ByFeature):
 
 
 class Unpooled(_ByFeature):
-    """Unpooled output by feature: one vector for each id, with the offsets of the samples."""
+    """Unpooled output by feature: one vector for each id, with the offsets of the samples.
+
+    Args:
+        values: vectors of all features, padded to the largest dimension.
+        bags: the ids and their offsets.
+        names: the features.
+        dims: columns of each feature.
+
+    Example::
+
+        out = thermocline.EmbeddingCollection(tables, mode="none")(batch)
+        out["user"], out.offsets("user")
+    """
 
     def __init__(self, values: Tensor, bags: JaggedIds, names: Sequence[str], dims: Sequence[int]) -> None:
         self._values, self._offsets, self._batch = values, bags.offsets, bags.batch

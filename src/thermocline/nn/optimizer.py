@@ -108,7 +108,17 @@ class UpdateOnce:
 
 
 class FusedOptimizer(Optimizer):
-    """The optimizer of the rows of one or more modules, with a parameter group for each."""
+    """The optimizer of the rows of one or more modules, made by `fused_optimizer`, with a parameter group for each.
+
+    Attributes:
+        param_groups: hyperparameters of each module; a change reaches the kernels.
+
+    Example::
+
+        rows = thermocline.fused_optimizer(model)
+        rows.param_groups[0]["lr"] = 0.01
+        rows.step()  # with update="step"
+    """
 
     trains_rows = True  # the hooks of `placeholder.py` hide gradients of rows from other optimizers
 

@@ -15,8 +15,10 @@ and no fused optimizer nothing trains the rows, which is warned of. A sparse gra
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,12 +33,14 @@ from .read_only import ReadOnlyTensor
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # the one operation of GradScaler that changes gradients
 
 
+@dataclass
 class PendingGradients:
     """Distinct arena rows, their summed gradients, and the row of every lookup (for the counts of the cache)."""
 
-    def __init__(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
-        self.rows_U, self.grads_UW, self.seen_N = rows_U, grads_UW, seen_N
-        self.unscaled = False
+    rows_U: Tensor
+    grads_UW: Tensor
+    seen_N: Tensor
+    unscaled: bool = False
 
     def plus(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> PendingGradients:
         """The sum with gradients of another backward. A sum has at most two terms, so it is deterministic."""
@@ -44,11 +48,6 @@ class PendingGradients:
         both = torch.cat([self.grads_UW, grads_UW])
         sums_MW = both.new_zeros(merged_M.numel(), both.shape[1]).index_add_(0, place, both)
         return PendingGradients(merged_M, sums_MW, torch.cat([self.seen_N, seen_N]))
-
-    def clone(self) -> PendingGradients:
-        copy = PendingGradients(self.rows_U.clone(), self.grads_UW.clone(), self.seen_N.clone())
-        copy.unscaled = self.unscaled
-        return copy
 
 
 class AppliedGradient(ReadOnlyTensor):
@@ -191,10 +190,9 @@ class PlaceholderParameter(nn.Parameter):
             )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderParameter:
-        pending = None if self.pending is None else self.pending.clone()
-        copy = PlaceholderParameter(self.update, self.data.clone(), self.requires_grad, pending)
-        memo[id(self)] = copy
-        return copy
+        pending = copy.deepcopy(self.pending, memo)
+        memo[id(self)] = copied = PlaceholderParameter(self.update, self.data.clone(), self.requires_grad, pending)
+        return copied
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         return PlaceholderParameter, (self.update, self.data, self.requires_grad, self.pending)

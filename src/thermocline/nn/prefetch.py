@@ -22,7 +22,16 @@ T = TypeVar("T")
 
 
 class PrefetchedInput(NamedTuple):
-    """The arguments of forward: `module(rows)` is `module(*rows.arguments)`."""
+    """The input of a batch that `prefetched` yields: `module(rows)` is `module(*rows.arguments)`.
+
+    Attributes:
+        arguments: the arguments of forward.
+
+    Example::
+
+        for batch, rows in bag.prefetched(loader, ids=lambda batch: batch["ids"]):
+            out = bag(rows)
+    """
 
     arguments: tuple[Any, ...]
 
@@ -36,23 +45,27 @@ class PrefetchRequest(NamedTuple):
     parsed: Any  # what forward may use in place of parsing the input again
 
 
-class _NestedIdentity(NamedTuple):
-    nested: Tensor
-    values: TensorIdentity
-    offsets: TensorIdentity
+class _Remembered(NamedTuple):
+    """Part of an input as it was."""
 
-    def matches(self, item: Any) -> bool:
-        parts = item is self.nested and self.values.is_unchanged(item.values())
-        return parts and self.offsets.is_unchanged(item.offsets())
+    item: Given
+    tensors: list[TensorIdentity]
+
+    def matches(self, item: Given) -> bool:
+        if not isinstance(item, Tensor):
+            return not isinstance(self.item, Tensor) and item == self.item
+        return item is self.item and all(map(TensorIdentity.is_unchanged, self.tensors, _tensors(item)))
 
 
 class _Batch(NamedTuple):
-    given: list[Any]  # an identity for each tensor, else the item
-    first: Given
+    given: list[_Remembered]
     parsed: Any
 
     def matches(self, given: Sequence[Given]) -> bool:
-        return len(given) == len(self.given) and all(map(_matches, self.given, given))
+        return len(given) == len(self.given) and all(map(_Remembered.matches, self.given, given))
+
+    def begins_with(self, item: Given) -> bool:
+        return bool(self.given) and self.given[0].item is item
 
 
 class PrefetchedBatches:
@@ -70,7 +83,7 @@ class PrefetchedBatches:
         group = []
         for given, ids, offsets, parsed in requests:
             parsed = None if ids.is_inference() or offsets.is_inference() else parsed  # training cannot use it
-            group.append(_Batch([_identity(item) for item in given], given[0] if given else None, parsed))
+            group.append(_Batch([_Remembered(item, [*map(TensorIdentity.of, _tensors(item))]) for item in given], parsed))
         self._groups.append(group)
         self._in_flight = True
 
@@ -81,7 +94,7 @@ class PrefetchedBatches:
         never wrong, and inference tensors do not tell whether they changed.
         """
         same = [[one for one in group if one.matches(given)] for group in self._groups]
-        if self._in_flight and (same[-1] or (not any(same) and any(one.first is given[0] for one in self._groups[-1]))):
+        if self._in_flight and (same[-1] or (not any(same) and any(one.begins_with(given[0]) for one in self._groups[-1]))):
             arrive()
             self._in_flight = False
         found = [one for group in same for one in group]
@@ -90,18 +103,10 @@ class PrefetchedBatches:
         return found[-1].parsed if found else None
 
 
-def _identity(item: Given) -> Any:
+def _tensors(item: Given) -> list[Tensor]:
     if not isinstance(item, Tensor):
-        return item
-    if item.is_nested:
-        return _NestedIdentity(item, TensorIdentity.of(item.values()), TensorIdentity.of(item.offsets()))  # type: ignore[attr-defined]
-    return TensorIdentity.of(item)
-
-
-def _matches(known: Any, item: Given) -> bool:
-    if isinstance(known, (TensorIdentity, _NestedIdentity)):
-        return isinstance(item, Tensor) and known.matches(item)
-    return not isinstance(item, Tensor) and known == item
+        return []
+    return [item.values(), item.offsets()] if item.is_nested else [item]  # type: ignore[attr-defined]
 
 
 def prefetch_loop(

@@ -2,8 +2,8 @@
 
 The arrays of the arena are neither parameters nor buffers, because casts such as `.half()` would change them. Instead:
 
-* `_apply` (`.to`, `.half`, `.cuda`, `share_memory`) shows floats as integers of the same size, so that devices change and
-  values do not. A further float that it shows tells the new output type of the module.
+* `_apply` (`.to`, `.half`, `.cuda`, `share_memory`) changes devices and not values (`device_moves.py`). A float that it shows
+  tells the new output type of the module.
 * `_save_to_state_dict` writes the arrays under the names below; `_load_from_state_dict` reads them, or a plain `weight`.
 * deepcopy and pickle copy arena and trainer as Python objects.
 
@@ -21,7 +21,6 @@ Otherwise a backward through its output changes no row.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,12 +33,13 @@ from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.heat.profile import HeatProfile
 from thermocline.kernels import ops
 from thermocline.kernels.arguments import LookupCall
-from thermocline.kernels.layout import Cache, Layout
+from thermocline.kernels.layout import Cache
 from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.memory import MemoryUsage, pin
 from thermocline.rows.training import Trainer
 
 from .config import RowConfig, TableRequest, make_arena
+from .device_moves import as_integers, check_keeps, move_tensors
 from .heat_profile import heat_of
 from .id_maps import FeatureMaps, difference, maps_as_text
 from .inputs import Given, check_integers, check_is_tensor
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 16  # rows that are drawn, copied or quantized at a time
 T = TypeVar("T")
-_OURS = __name__.partition(".")[0] + "."
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class RowsModule(nn.Module):
@@ -240,6 +238,13 @@ class RowsModule(nn.Module):
             rows_N = torch.arange(first, last, device=device) if ids_N is None else ids_N[first:last].to(device).long()
             self.arena.write(table, rows_N, values_RD[first:last].detach().to(device, torch.float32))
 
+    def draw_rows(self, table: int, begin: int, end: int, draw: Callable[[Tensor], Tensor]) -> None:
+        """Set rows `begin` to `end` of a table to random values, which `draw` fills in a block at a time."""
+        device = self.arena.device
+        for first, last in blocks(0 if device.type == "meta" else end - begin):
+            values_ND = torch.empty(last - first, self.arena.tables[table].dim, device=device, dtype=torch.float32)
+            self.arena.write(table, torch.arange(begin + first, begin + last, device=device), draw(values_ND))
+
     def _check_ids(self, table: int, ids: Tensor) -> None:
         rows, name = self.arena.tables[table].rows, self.arena.tables[table].name
         check_integers(ids)
@@ -250,12 +255,8 @@ class RowsModule(nn.Module):
     # -- nn.Module ----------------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
-        def move(tensor: Tensor) -> Tensor:
-            shown = tensor.detach().view(_INTEGERS.get(tensor.dtype, tensor.dtype))
-            moved = fn(shown)
-            return (moved if moved.dtype == shown.dtype else shown.to(moved.device)).view(tensor.dtype)  # .type() casts all
-
-        _check_keeps(fn, self.arena.device)
+        check_keeps(fn, self.arena.device)
+        move = as_integers(fn)
         self.arena.unstage()  # staged rows are found by distances between arrays
         device, on_cpu = self.arena.device, self.arena.cache[-2:]
         self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
@@ -361,30 +362,6 @@ def fused_optimizer(model: nn.Module) -> FusedOptimizer:
 
 def blocks(count: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + BLOCK, count)) for first in range(0, count, BLOCK))
-
-
-def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
-    """Replace every tensor that an object of this package holds, also in its own objects."""
-    for name, value in vars(held).items():
-        if isinstance(value, Tensor):
-            setattr(held, name, move(value))
-        elif isinstance(value, Layout):
-            setattr(held, name, value._replace(fields_F8=move(value.fields_F8)))
-        elif isinstance(value, list):
-            setattr(held, name, [move(item) if isinstance(item, Tensor) else item for item in value])
-        elif type(value).__module__.startswith(_OURS) and hasattr(value, "__dict__"):
-            move_tensors(value, move)
-
-
-def _check_keeps(fn: Callable[[Tensor], Tensor], device: torch.device) -> None:
-    """Raise, before anything moves, if values would be lost: to or from the meta device, and in `to_empty`."""
-    sent = torch.tensor([byte & 1 for byte in os.urandom(64)], device=device)  # random: no memory holds it by chance
-    came = fn(sent)
-    if device.type == came.device.type == "meta":
-        return
-    if "meta" in (device.type, came.device.type) or not torch.equal(came.to(device, sent.dtype), sent):
-        message = f"rows would lose their values on {came.device} (meta device or to_empty); build the model on its device"
-        raise BadInput(message, parameter="device", value=came.device)
 
 
 def _misfit(name: str, tensor: Tensor, value: Tensor) -> str:

@@ -82,6 +82,9 @@ def estimate_memory(tables: TablesConfig, topology: Topology | None = None, batc
         topology: The cluster, to count its GPUs.
         batch: Samples per GPU and step, in place of that of the tables; 0 leaves buffers out.
 
+    Returns:
+        An estimate for each precision.
+
     Example::
 
         estimate_memory(TablesConfig.load("tables.yaml"), Topology.load("hgx-h200"))[0].total  # bytes

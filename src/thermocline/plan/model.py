@@ -45,15 +45,29 @@ class Traffic(FileModel):
 
 
 class Tier(FileModel):
-    """The rows of one tier: their number, heat and precision."""
+    """The rows of one tier: their number, heat and precision.
+
+    Attributes:
+        tier: 1 for a copy on every rank, 2 for a copy in every node, 3 for one copy.
+        rows: number of rows.
+        threshold: lookups of its coldest row in the heat file; 0 if the tier contains rows never seen.
+        lookups: share of the table's lookups.
+        precision: precision of the rows.
+        cached: rows (copies not counted) with an fp32 slot.
+        near: rows with an int8 slot.
+
+    Example::
+
+        [(tier.tier, tier.rows) for tier in plan.table("item").tiers]
+    """
 
     tier: Literal[1, 2, 3]
     rows: int
-    threshold: float  # lookups of its coldest row in the heat file; 0 if the tier contains rows never seen
-    lookups: float  # share of the table's lookups
+    threshold: float
+    lookups: float
     precision: str
-    cached: int = 0  # rows (copies not counted) with an fp32 slot
-    near: int = 0  # rows with an int8 slot
+    cached: int = 0
+    near: int = 0
 
 
 class Lever(FileModel):
@@ -86,32 +100,64 @@ class Alternative(FileModel):
 
 
 class TablePlan(FileModel):
-    """The decisions for one table."""
+    """The decisions for one table.
+
+    Attributes:
+        name: name of the table.
+        rows: number of rows, after levers.
+        dim: columns of a row.
+        pooling: pooling of the rows of a sample.
+        features: features that look up the table.
+        lookups: lookups per rank and step.
+        precision: precision of most rows.
+        cache: share of the rows in fp32 slots.
+        near: share of the rows in int8 slots.
+        residency: memory of the rows: "card" or "host".
+        placement: how rows are spread over ranks.
+        rank: the rank that holds the table, if `placement` is "card".
+        tiers: tiers with rows.
+        exchange: how ranks exchange rows.
+        pooled_by: the side that pools: the rank that looks up, or the owner of the rows.
+        wire_rows: precision of exchanged rows: "int8" as stored, "fp32" for sums or full rows.
+        wire_gradients: precision of exchanged gradients.
+        levers: reductions of the rows that were applied.
+        bytes: bytes by part, all ranks and copies together.
+        traffic: bytes sent per rank and step, by link class and direction.
+        time: seconds by part of the step, without dense layers and before overlap.
+        runner_up: the second-best choice, if there is one.
+        binding: the constraint that ruled out a faster choice.
+        curve: (rows, their share of the lookups), hottest first: points for charts.
+
+    Example::
+
+        table = thermocline.Plan.load("plan.json").table("item")
+        table.precision, table.placement
+    """
 
     name: str
     rows: int
     dim: int
     pooling: Pooling
     features: tuple[str, ...]
-    lookups: float  # per rank and step
-    precision: str  # of most rows
-    cache: float  # share of the rows in fp32 slots
-    near: float  # share of the rows in int8 slots
+    lookups: float
+    precision: str
+    cache: float
+    near: float
     residency: Literal["card", "host"] = "card"
     placement: PlacementKind
-    rank: int | None = Field(default=None, validation_alias="card", serialization_alias="card")  # if `placement` is "card"
-    tiers: tuple[Tier, ...]  # tiers with rows
+    rank: int | None = Field(default=None, validation_alias="card", serialization_alias="card")
+    tiers: tuple[Tier, ...]
     exchange: Exchange
     pooled_by: PooledBy
-    wire_rows: str  # "int8": as stored; "fp32": sums or full rows
+    wire_rows: str
     wire_gradients: str
     levers: tuple[Lever, ...] = ()
-    bytes: dict[str, int]  # by MEMORY_PARTS, all ranks and copies together
+    bytes: dict[str, int]
     traffic: tuple[Traffic, ...]
-    time: dict[str, float]  # by STEP_PARTS without dense, before overlap
+    time: dict[str, float]
     runner_up: Alternative | None
-    binding: str  # the constraint that ruled out a faster choice
-    curve: tuple[tuple[float, float], ...]  # (rows, their share of the lookups), hottest first: points for charts
+    binding: str
+    curve: tuple[tuple[float, float], ...]
 
 
 class RankPlan(FileModel):
@@ -166,6 +212,29 @@ class Suggestion(FileModel):
 class Plan(FileModel):
     """The decisions for all tables, with predicted memory, traffic and time.
 
+    Attributes:
+        version: version of the file format.
+        created: time of the plan.
+        goal: "train" or "serve".
+        objective: what the plan minimizes, in words.
+        heat: sha256 of the heat file; "" if the plan was made without one.
+        topology: the cluster.
+        budget: bytes per GPU that tables may fill.
+        batch: samples per GPU and step.
+        dense: seconds of the dense layers in a step.
+        optimizer: optimizer of the rows.
+        gradients: precision of gradients on the wire.
+        tables: the decisions for each table.
+        ranks: rows, bytes and lookups of each rank.
+        traffic: bytes sent per rank and step, by link class and direction.
+        step: predicted seconds of a step, by part.
+        balance: predicted maximum over mean of the lookups that ranks serve.
+        binding: the constraint that limits the plan.
+        sensitivities: the value of more hardware.
+        suggestions: what each unused lever would save.
+        candidates: candidate plans, best first; the first is this plan.
+        notes: remarks for the reader.
+
     Example::
 
         plan = thermocline.make_plan("tables.yaml", "heat.tc", "hgx-h200")
@@ -176,10 +245,10 @@ class Plan(FileModel):
     version: Literal[1] = VERSION
     created: str = ""
     goal: Goal
-    objective: str  # in words
-    heat: str  # sha256 of the heat file; "" if the plan was made without one
+    objective: str
+    heat: str
     topology: Topology
-    budget: int  # bytes per GPU that tables may fill
+    budget: int
     batch: int
     dense: float
     optimizer: Optimizer
@@ -188,11 +257,11 @@ class Plan(FileModel):
     ranks: tuple[RankPlan, ...] = Field(validation_alias="cards", serialization_alias="cards")
     traffic: tuple[Traffic, ...]
     step: StepPlan
-    balance: float  # predicted maximum over mean of the lookups that ranks serve
+    balance: float
     binding: str
     sensitivities: tuple[Sensitivity, ...] = Field(validation_alias="marginals", serialization_alias="marginals")
     suggestions: tuple[Suggestion, ...] = Field(default=(), validation_alias="offers", serialization_alias="offers")
-    candidates: tuple[Alternative, ...]  # best first; the first is this plan
+    candidates: tuple[Alternative, ...]
     notes: tuple[str, ...] = ()
 
     @property

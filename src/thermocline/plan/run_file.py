@@ -46,7 +46,13 @@ class MeasuredTraffic(FileModel):
 
 
 class MeasuredRun(FileModel):
-    """A run on all ranks of a plan."""
+    """A run on all ranks of a plan.
+
+    Example::
+
+        sharding.run(batch=2048, seconds=0.012).save("run.json")
+        MeasuredRun.load("run.json").step  # seconds
+    """
 
     version: Literal[1] = Field(default=1, description="version of this file format; 1")
     plan: str = Field(default="", description="fingerprint of the plan of the run; default: unknown")
@@ -83,7 +89,18 @@ class MeasuredRun(FileModel):
 
 
 def fingerprint(plan: Plan) -> str:
-    """The sha256 of the content of a plan, independent of the layout of its file."""
+    """Compute the sha256 of the content of a plan, which does not depend on the layout of its file.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        The sha256 in hexadecimal.
+
+    Example::
+
+        fingerprint(plan) == MeasuredRun.load("run.json").plan
+    """
     return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
 
 
@@ -127,7 +144,16 @@ class ComparisonLine:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The comparison of a plan with a run."""
+    """The comparison of a plan with a run; `str` shows it as a table.
+
+    Attributes:
+        lines: A comparison of each predicted number.
+
+    Example::
+
+        comparison = check_run(Plan.load("plan.json"), MeasuredRun.load("run.json"))
+        [line.what for line in comparison.lines if not line.ok]
+    """
 
     lines: tuple[ComparisonLine, ...]
 
@@ -160,6 +186,13 @@ def _cells(line: ComparisonLine) -> tuple[object, ...]:
 
 def check_run(plan: Plan, run: MeasuredRun) -> RunComparison:
     """Compare a measured run with its plan.
+
+    Args:
+        plan: The plan.
+        run: A run of this plan.
+
+    Returns:
+        The comparison.
 
     Raises:
         BadInput: The run used another plan, another number of ranks, or another batch.

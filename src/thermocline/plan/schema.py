@@ -7,6 +7,7 @@ They are generated from the pydantic models and shipped; a test compares both. A
 from __future__ import annotations
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,19 +31,32 @@ def file_name(kind: str) -> str:
 
 
 def generate(kind: str) -> dict[str, Any]:
-    """The schema of the current model."""
+    """The schema of the current model. A description is a docstring without its sections."""
+
+    def summarize(part: dict[str, Any]) -> dict[str, Any]:
+        text = part.get("description")
+        return part | ({"description": re.split(r"\n\n(?:Attributes|Example):", text)[0]} if isinstance(text, str) else {})
+
     about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"thermocline/{file_name(kind)}"}
-    return about | MODELS[kind].model_json_schema()
+    schema: dict[str, Any] = json.loads(json.dumps(MODELS[kind].model_json_schema()), object_hook=summarize)
+    return about | schema
 
 
 def shipped(kind: str) -> str:
-    """The text of a shipped schema.
+    """Read the JSON schema of a planning file.
 
     Args:
         kind: "tables", "topology", "plan" or "run".
 
+    Returns:
+        The text of the schema.
+
     Raises:
         BadInput: There is no such schema.
+
+    Example::
+
+        Path("plan-1.json").write_text(shipped("plan"))
     """
     if kind not in MODELS:
         message = f"there is no schema {kind!r}; schemas are {', '.join(MODELS)}"

@@ -43,7 +43,12 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class TableConfig(FileModel):
-    """One table of a tables file."""
+    """One table of a tables file.
+
+    Example::
+
+        table = TableConfig(name="item", rows=1_000_000, dim=128, features=("seen", "bought"))
+    """
 
     name: Name = Field(description="unique name of the table")
     rows: Count = Field(description="rows, 1 or more")

@@ -23,27 +23,47 @@ _SMALLEST = 1 << 20  # bytes, or bytes per second: a smaller number lacks its un
 
 
 class Link(FileModel):
-    """One class of links: bytes per second, and seconds."""
+    """One class of links: bytes per second, and seconds.
+
+    Example::
+
+        link = Link(bandwidth="450GB/s", latency="10us")
+    """
 
     bandwidth: Rate = Field(description="bytes per second of one GPU and direction, such as 450GB/s")
     latency: Seconds = Field(default=0.0, description="fixed time of one exchange, such as 10us")
 
 
 class GpuSpec(FileModel):
-    """Memory of one GPU for tables, in bytes, and its read bandwidth, in bytes per second."""
+    """Memory of one GPU for tables, in bytes, and its read bandwidth, in bytes per second.
+
+    Example::
+
+        gpu = GpuSpec(memory="141GB", bandwidth="4.0TB/s")
+    """
 
     memory: PositiveBytes = Field(description="bytes of GPU memory that tables may fill, such as 141GB")
     bandwidth: Rate = Field(description="bytes per second that a GPU reads from its own memory, such as 4.0TB/s")
 
 
 class HostSpec(FileModel):
-    """Host memory of a node, in bytes, shared by its GPUs."""
+    """Host memory of a node, in bytes, shared by its GPUs.
+
+    Example::
+
+        host = HostSpec(memory="2TB")
+    """
 
     memory: Bytes = Field(default=0, description="bytes of host memory of a node, shared by its GPUs, such as 2TB")
 
 
 class Links(FileModel):
-    """The classes of links of a cluster."""
+    """The classes of links of a cluster.
+
+    Example::
+
+        links = Links(node=Link(bandwidth="450GB/s"), cluster=Link(bandwidth="50GB/s", latency="10us"))
+    """
 
     node: Link = Field(description="between GPUs of one node")
     cluster: Link | None = Field(default=None, description="between GPUs of different nodes; required with several nodes")
@@ -52,6 +72,11 @@ class Links(FileModel):
 
 class Topology(FileModel):
     """A cluster of equal nodes.
+
+    Attributes:
+        gpu: a GPU of the cluster.
+        host: host memory of a node.
+        links: the links between GPUs.
 
     Example::
 
@@ -98,7 +123,15 @@ class Topology(FileModel):
 
 
 def presets() -> dict[str, Topology]:
-    """The topologies that are shipped with this package, by name."""
+    """Load the topologies that are shipped with this package.
+
+    Returns:
+        The topologies by name.
+
+    Example::
+
+        presets()["hgx-h200"].gpu.memory  # bytes
+    """
     return {name: Topology.load(name) for name in _preset_names()}
 
 

@@ -53,6 +53,14 @@ class Arena:
         policy: eviction policy of the cache: "lfu", "lru", "adaptive" or "fixed".
         residency: "device", or "host" for codes in pinned host memory, which GPU kernels read and write there.
         int8_slots: more slots for each int4 or int2 table, which hold int8 rows.
+
+    Raises:
+        BadInput: the policy is unknown, or a table cannot have the slots that it is given.
+
+    Example::
+
+        arena = thermocline.Arena([thermocline.TableSpec(1000, 64, "int8", "user")], slots=[50])
+        thermocline.lookup(arena, torch.tensor([3, 5]), torch.tensor([0, 2])).shape  # [1, 64]
     """
 
     def __init__(

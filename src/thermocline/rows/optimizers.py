@@ -68,14 +68,37 @@ def _numbers(name: str, given: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class SGD(RowOptimizer):
-    """w -= lr * g."""
+    """SGD without momentum: w -= lr * g.
+
+    Args:
+        lr: learning rate.
+
+    Raises:
+        BadInput: a number is missing, negative or too large; `error.parameter` names it.
+
+    Example::
+
+        rows = thermocline.RowConfig("int8", optimizer=thermocline.SGD(lr=0.1))
+    """
 
     code = F.SGD
 
 
 @dataclass(frozen=True)
 class Adagrad(RowOptimizer):
-    """s += g^2; w -= lr * g / (sqrt(s) + eps), column by column."""
+    """Adagrad, column by column: s += g^2; w -= lr * g / (sqrt(s) + eps).
+
+    Args:
+        lr: learning rate.
+        eps: term that keeps the denominator above 0.
+
+    Raises:
+        BadInput: a number is missing, negative or too large; `error.parameter` names it.
+
+    Example::
+
+        rows = thermocline.RowConfig("int8", optimizer=thermocline.Adagrad(lr=0.02))
+    """
 
     eps: float = 1e-10
 
@@ -85,7 +108,19 @@ class Adagrad(RowOptimizer):
 
 @dataclass(frozen=True)
 class RowwiseAdagrad(RowOptimizer):
-    """s += mean(g^2); w -= lr * g / (sqrt(s) + eps), one s a row."""
+    """Row-wise Adagrad, with one s a row: s += mean(g^2); w -= lr * g / (sqrt(s) + eps).
+
+    Args:
+        lr: learning rate.
+        eps: term that keeps the denominator above 0.
+
+    Raises:
+        BadInput: a number is missing, negative or too large; `error.parameter` names it.
+
+    Example::
+
+        rows = thermocline.RowConfig("int8", optimizer=thermocline.RowwiseAdagrad(lr=0.02))
+    """
 
     eps: float = 1e-8
 
@@ -95,7 +130,21 @@ class RowwiseAdagrad(RowOptimizer):
 
 @dataclass(frozen=True)
 class Adam(RowOptimizer):
-    """Adam over the rows that were looked up, with decoupled weight decay."""
+    """Adam over the rows that were looked up, with decoupled weight decay.
+
+    Args:
+        lr: learning rate.
+        betas: decay of the two moments, each in [0, 1).
+        eps: term that keeps the denominator above 0.
+        weight_decay: decay of the rows that were looked up, times lr.
+
+    Raises:
+        BadInput: a number is missing, negative or too large; `error.parameter` names it.
+
+    Example::
+
+        rows = thermocline.RowConfig("int8", optimizer=thermocline.Adam(lr=1e-3))
+    """
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

@@ -6,6 +6,7 @@ from thermocline import formats as F
 from thermocline.errors import FormatError
 
 PRECISIONS = F.NAMES
+"""Names of the formats that rows are stored in."""
 
 
 def format_of(precision: str) -> int:
@@ -23,6 +24,9 @@ def bytes_per_row(precision: str, dim: int) -> int:
     Args:
         precision: a format of `PRECISIONS`.
         dim: columns of a row.
+
+    Returns:
+        The bytes.
 
     Raises:
         FormatError: the precision is unknown.

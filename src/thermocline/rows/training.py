@@ -28,6 +28,9 @@ class Trainer:
         stochastic: whether rows are rounded stochastically; False rounds to nearest, which loses small updates.
         seed: seed of stochastic rounding.
 
+    Raises:
+        ThermoclineError: stochastic rounding to a precision of the arena does not work on this device.
+
     Example::
 
         arena = thermocline.Arena([thermocline.TableSpec(1000, 64, "int8", "user")])

@@ -18,19 +18,55 @@ from thermocline.errors import BadInput, ThermoclineError
 
 
 class UnknownModel(BadInput):
-    """The model repository has no such model or version."""
+    """The model repository has no such model or version.
+
+    Example::
+
+        try:
+            repository.unload("ranking")
+        except UnknownModel as error:
+            print(error)
+    """
 
 
 class ServeError(ThermoclineError):
-    """A valid request that cannot be answered now."""
+    """A valid request that cannot be answered now; a retry may succeed.
+
+    Example::
+
+        try:
+            rows = group.lookup({"user": [3, 17]})
+        except ServeError as error:
+            print(f"try again: {error}")
+    """
 
 
 class Overloaded(ServeError):
-    """The queue of a model, or the memory for request bodies, is full."""
+    """The queue of a model, or the memory for request bodies, is full.
+
+    Example::
+
+        try:
+            rows = group.lookup({"user": [3, 17]})
+        except Overloaded:
+            time.sleep(0.01)
+    """
 
 
 class ShardDown(ServeError):
-    """A shard that holds rows of the request does not respond. `shard` is its number."""
+    """A shard that holds rows of the request does not respond.
+
+    Attributes:
+        shard: number of the shard.
+        detail: what is known of the failure, or an empty string.
+
+    Example::
+
+        try:
+            rows = group.lookup({"user": [3, 17]})
+        except ShardDown as error:
+            print(error.shard)
+    """
 
     def __init__(self, shard: int, detail: str = "") -> None:
         super().__init__(f"shard {shard} is down{f' ({detail})' if detail else ''}; it is being restarted, try again")
@@ -41,8 +77,24 @@ class ShardDown(ServeError):
 
 
 class NotReady(ServeError):
-    """The model is loading, or the server is shutting down."""
+    """The model is loading, or the server is shutting down.
+
+    Example::
+
+        try:
+            rows = group.lookup({"user": [3, 17]})
+        except NotReady:
+            print("not serving yet")
+    """
 
 
 class DeadlineExceeded(ServeError):
-    """The deadline passed before the request was executed."""
+    """The deadline passed before the request was executed.
+
+    Example::
+
+        try:
+            rows = group.lookup({"user": [3, 17]})
+        except DeadlineExceeded:
+            print("give the request more time")
+    """

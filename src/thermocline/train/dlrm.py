@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from thermocline.data import ClickLog, Clicks, Scores
-from thermocline.data.metrics import Measures
+from thermocline.data.click_log import ClickLog, Clicks
+from thermocline.data.metrics import Measures, Scores
 from thermocline.errors import BadInput
 from thermocline.models import DLRM
 

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
-from thermocline.data import ClickLog, SequenceLog, SyntheticLog, SyntheticSequences, heat_of, open_log, open_sequences
-from thermocline.data.click_files import FileLog
-from thermocline.data.synthetic import table_rows
+from thermocline.data.click_files import FileLog, open_log
+from thermocline.data.click_log import ClickLog, heat_of
+from thermocline.data.sequence_files import open_sequences
+from thermocline.data.sequences import SequenceLog
+from thermocline.data.synthetic import SyntheticLog, table_rows
+from thermocline.data.synthetic_sequences import SyntheticSequences
 from thermocline.errors import BadInput
 from thermocline.ids.idmap import IdMap
 from thermocline.models import DLRM, PlainItems, PlainTables, SequenceModel, initialize

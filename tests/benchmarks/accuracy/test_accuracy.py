@@ -27,7 +27,7 @@ from benchmarks.runner.noninferiority import BETTER, EQUAL, PASSES, REJECTED, Di
 from benchmarks.runner.paired import RunResult
 from support import has
 from thermocline import EmbeddingCollection, FormatError, RowConfig, Table
-from thermocline.data import Clicks, MemoryLog
+from thermocline.data.click_log import Clicks, MemoryLog
 from thermocline.train import DLRMSettings
 
 ASKED = Path(__file__).resolve().parents[3] / "benchmarks" / "asked.json"

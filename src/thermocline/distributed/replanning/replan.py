@@ -37,16 +37,32 @@ from .migrate import BLOCK
 
 @dataclass(frozen=True)
 class ReplanProposal:
-    """A new plan for a running job, its savings, and the cost of the migration."""
+    """A new plan for a running job, its savings, and the cost of the migration.
+
+    Attributes:
+        plan: the new plan.
+        heat: the lookups that it was made with.
+        horizon: steps that the new plan will serve.
+        now: seconds of a step with the present placement, by this heat.
+        then: seconds of a step with the new placement.
+        bytes: bytes that all ranks would send in the migration, by link class.
+        rows: rows that change their tier: table -> (old tier, new tier) -> rows.
+        seconds: seconds of the migration.
+
+    Example::
+
+        proposal = thermocline.replan(sharding, horizon=50_000)
+        print(proposal)  # ends with "migrate" or "stay"
+    """
 
     plan: Plan
     heat: HeatProfile
-    horizon: int  # steps
-    now: float  # seconds of a step with the present placement, by this heat
-    then: float  # with the new placement
-    bytes: dict[str, int]  # that all ranks would send, by link class
-    rows: dict[str, dict[tuple[int, int], int]]  # table -> (old tier, new tier) -> rows
-    seconds: float  # of the migration
+    horizon: int
+    now: float
+    then: float
+    bytes: dict[str, int]
+    rows: dict[str, dict[tuple[int, int], int]]
+    seconds: float
 
     @property
     def saves(self) -> float:

@@ -22,7 +22,20 @@ _LOOKUPS = 1 << 21  # processed at a time, about
 
 
 class SimulationLog:
-    """The columns of log files for the features of a plan."""
+    """The columns of log files for the features of a plan.
+
+    Args:
+        paths: log files with a column for each feature.
+        plan: the plan whose batches are read.
+
+    Raises:
+        BadInput: a file or column is missing, or the files have no samples.
+
+    Example::
+
+        log = SimulationLog(["clicks.parquet"], plan)
+        found = simulate(plan, heat, log.steps(plan, 4))
+    """
 
     def __init__(self, paths: Sequence[Path | str], plan: Plan) -> None:
         features = [feature for table in plan.tables for feature in table.features]

@@ -21,7 +21,8 @@ from thermocline.report.numbers import count, seconds, share, size
 from thermocline.report.page import figure, figures, page, paragraph, section, table
 
 from .log import SimulationLog
-from .simulator import Simulation, simulate
+from .result import Simulation
+from .simulator import simulate
 
 Report = Callable[[int, int, str], None]
 Point = dict[str, Any]

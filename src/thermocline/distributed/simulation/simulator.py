@@ -16,8 +16,7 @@ planner (`plan/cost/phases.py`). Lookups and updates use device memory as in `pl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from numpy.typing import NDArray
 
 from thermocline.distributed.exchange import routes as R
 from thermocline.distributed.exchange.routes import PHASES, Kind, Phase, Routes, links_of, receiver
-from thermocline.distributed.exchange.traffic_meter import TrafficRecord, traffic_records
 from thermocline.distributed.placement.init_rows import initial_cache
 from thermocline.distributed.placement.local_shard import STORED
 from thermocline.distributed.placement.row_index import RowIndex
@@ -36,9 +34,9 @@ from thermocline.heat.log_reader import LogIds
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.plan.cost.phases import CommScope
-from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, LinkClass, Plan
-from thermocline.plan.run_file import fingerprint
+from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan
 
+from .result import Simulation
 from .step_time import RowRequests, StepTimer
 
 _NOTHING = np.zeros(0, np.int64)
@@ -50,70 +48,6 @@ class RankBatches(NamedTuple):
 
     bags: Mapping[str, LogIds]  # by feature
     samples_C: Counts  # of each rank
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """Bytes that all ranks send in some steps, and the predicted time of a step."""
-
-    plan: Plan
-    steps: int
-    parts: tuple[tuple[str, int], ...]  # table and tier; the last entry, without either, is message counts
-    bytes_CDLK: Counts  # rank, direction, link class, part
-    messages_CDL: Counts
-    seconds: dict[str, float]  # of a step, by STEP_PARTS, nothing hidden
-    latency: float  # part of these seconds
-
-    @property
-    def ranks(self) -> int:
-        return len(self.bytes_CDLK)
-
-    @property
-    def step(self) -> float:
-        """Seconds of a step, of which the dense part hides as much as the plan expects."""
-        exchange = sum(self.seconds[part] for part in ("ids", "rows", "gradients", "sync"))
-        return sum(self.seconds.values()) - min(self.plan.step.hidden, exchange)
-
-    def sent(self, rank: int) -> list[TrafficRecord]:
-        """The records of the traffic meter of a rank."""
-        return traffic_records(self.parts, self.bytes_CDLK[rank])
-
-    def all_sent(self) -> list[TrafficRecord]:
-        """The records of all ranks, summed."""
-        return traffic_records(self.parts, self.bytes_CDLK.sum(axis=0))
-
-    def bytes_over(self, link: LinkClass, direction: Direction | None = None) -> float:
-        """Bytes that a rank sends over a link class in a step, the mean of all ranks; in one direction or in all."""
-        way = slice(None) if direction is None else slice(DIRECTIONS.index(direction), DIRECTIONS.index(direction) + 1)
-        return float(self.bytes_CDLK[:, way, LINK_CLASSES.index(link)].sum()) / self.ranks / self.steps
-
-    def messages_over(self, link: LinkClass) -> float:
-        return float(self.messages_CDL[:, :, LINK_CLASSES.index(link)].sum()) / self.ranks / self.steps
-
-    def to_json(self) -> dict[str, Any]:
-        """Lines are bytes of all ranks and steps; other values are per rank and step."""
-        cluster, links = self.plan.topology, [link for link in LINK_CLASSES if link != "host"]
-        return {
-            "plan": fingerprint(self.plan),
-            "nodes": cluster.nodes,
-            "cards_per_node": cluster.gpus_per_node,
-            "batch": self.plan.batch,
-            "steps": self.steps,
-            "lines": [line._asdict() for line in self.all_sent()],
-            "bytes": {link: {way: self.bytes_over(link, way) for way in DIRECTIONS} for link in links},
-            "messages": {link: self.messages_over(link) for link in links},
-            "uneven": self.uneven,
-            "seconds": self.seconds,
-            "latency": self.latency,
-            "step": self.step,
-            "planned": {"step": self.plan.step.total, "seconds": self.plan.step.parts},
-        }
-
-    @property
-    def uneven(self) -> float:
-        """The bytes of the busiest rank over those of the mean rank."""
-        sent_C = self.bytes_CDLK[:, :, _CARD + 1 :].sum(axis=(1, 2, 3))
-        return float(sent_C.max() / max(sent_C.mean(), 1e-9))
 
 
 def simulate(
@@ -128,6 +62,9 @@ def simulate(
         heat: the heat profile of the plan.
         steps: the batches of all ranks, for each step in chunks of whole nodes.
         ids: maps from raw ids to rows, by feature; by default those of the plan.
+
+    Returns:
+        The bytes and times.
 
     Raises:
         BadInput: the plan is not for training, or a step lacks the batches of some ranks.

@@ -193,7 +193,10 @@ def gather_pool(
         span = (count * n // tasks, count * (n + 1) // tasks)
         found[n] = _find(fields, placed.shards, *others, *addresses(tallies[n], scratches[n]), *span)
 
-    threads.run(find, tasks)
+    if tasks == 1:  # called from here: eight calls lead from the server to the kernel
+        found[0] = _find(fields, placed.shards, *others, *addresses(tallies, scratches), 0, count)
+    else:
+        threads.run(find, tasks)
     if min(found) < -1 or max(found) > -1:
         _raise(placed, rows_N, starts_F1, found)
     kept = None if fetch is None else fetch(addresses_N)
@@ -201,7 +204,10 @@ def gather_pool(
     targets_F2, total = as_int64(bags.target_F2), bags.total
     what = addresses(placed.fields_FN, ends_F1, addresses_N, offsets, weights)
     how = (bags.mode == F.MEAN, *addresses(out, targets_F2))
-    threads.run(lambda n: _pool(*what, *how, total * n // tasks, total * (n + 1) // tasks), tasks)
+    if tasks == 1:
+        _pool(*what, *how, 0, total)
+    else:
+        threads.run(lambda n: _pool(*what, *how, total * n // tasks, total * (n + 1) // tasks), tasks)
     del kept
     return torch.from_numpy(tallies.sum(axis=0))
 

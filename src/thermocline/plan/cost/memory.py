@@ -90,6 +90,12 @@ def bytes_per_row(
         near: Share of the rows with an int8 slot.
         optimizer: Name of the optimizer, or None for serving.
 
+    Returns:
+        The bytes by part.
+
+    Raises:
+        BadInput: The precision or the optimizer is unknown.
+
     Example::
 
         sum(bytes_per_row(128, "int8", cache=0.05).values())  # 163.2

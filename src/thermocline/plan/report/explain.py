@@ -22,6 +22,12 @@ LINK_NAMES = {"card": "within a GPU", "host": "GPU to host", "node": "within a n
 def explain(plan: Plan) -> str:
     """Describe a plan as plain text: the step by part, traffic, memory, alternatives, and the reasons for each table.
 
+    Args:
+        plan: The plan.
+
+    Returns:
+        The text.
+
     Example::
 
         print(explain(Plan.load("plan.json")))

@@ -25,7 +25,18 @@ MOST_RANKS = 32  # bars, each of which may stand for many equal ranks
 
 
 def plan_page(plan: Plan) -> str:
-    """The HTML page of a plan, with style and charts inside."""
+    """Draw a plan as one HTML page, with style and charts inside.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        The text of the page.
+
+    Example::
+
+        Path("plan.html").write_text(plan_page(Plan.load("plan.json")))
+    """
     return page(
         f"Plan for {E.cluster_words(plan.topology.nodes, plan.topology.gpus_per_node)}",
         paragraph(E.headline(plan)),

@@ -253,6 +253,9 @@ def prune(
     Returns:
         Kept rows of each feature. A sketched table keeps the heavy hitters that were surely seen more often.
 
+    Raises:
+        BadInput: `seen` is negative.
+
     Example::
 
         prune(profile.tables, seen=1, row_bytes=136).saved
@@ -274,7 +277,19 @@ def prune(
 
 @dataclass(frozen=True)
 class FeatureColumn:
-    """A feature with a table of its own. Features whose ids mean the same thing have the same `space`."""
+    """A feature with a table of its own.
+
+    Args:
+        name: Name of the feature.
+        rows: Rows of its table.
+        dim: Columns of a row.
+        precision: Precision of the rows.
+        space: Name of the id space, which features whose ids mean the same thing share.
+
+    Example::
+
+        columns = [FeatureColumn("seen", 50_000, 16, space="item"), FeatureColumn("bought", 40_000, 16, space="item")]
+    """
 
     name: str
     rows: int
@@ -317,6 +332,9 @@ def unify(columns: Sequence[FeatureColumn], row_bytes: Mapping[str, float] | flo
         columns: The features, each with its own table.
         row_bytes: Bytes of a row, for all features or by name.
         small: Most rows of a table that is joined with others.
+
+    Returns:
+        The joined tables, the first row of each feature in its table, and the bytes saved.
 
     Example::
 

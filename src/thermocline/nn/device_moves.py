@@ -1,0 +1,54 @@
+"""Moves of the arrays of a module between devices, by the functions that `nn.Module._apply` gets (`.to`, `.half`, `.cuda`).
+
+Floats are shown to such a function as integers of the same size, so that it changes their device and not their values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thermocline.errors import BadInput
+from thermocline.kernels.layout import Layout
+
+_OURS = __name__.partition(".")[0] + "."
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def as_integers(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The function without casts."""
+
+    def move(tensor: Tensor) -> Tensor:
+        shown = tensor.detach().view(_INTEGERS.get(tensor.dtype, tensor.dtype))
+        moved = fn(shown)
+        return (moved if moved.dtype == shown.dtype else shown.to(moved.device)).view(tensor.dtype)  # .type() casts all
+
+    return move
+
+
+def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
+    """Replace every tensor that an object of this package holds, also in its own objects."""
+    for name, value in vars(held).items():
+        if isinstance(value, Tensor):
+            setattr(held, name, move(value))
+        elif isinstance(value, Layout):
+            setattr(held, name, value._replace(fields_F8=move(value.fields_F8)))
+        elif isinstance(value, list):
+            setattr(held, name, [move(item) if isinstance(item, Tensor) else item for item in value])
+        elif type(value).__module__.startswith(_OURS) and hasattr(value, "__dict__"):
+            move_tensors(value, move)
+
+
+def check_keeps(fn: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    """Raise, before anything moves, if values would be lost: to or from the meta device, and in `to_empty`."""
+    sent = torch.tensor([byte & 1 for byte in os.urandom(64)], device=device)  # random: no memory holds it by chance
+    came = fn(sent)
+    if device.type == came.device.type == "meta":
+        return
+    if "meta" in (device.type, came.device.type) or not torch.equal(came.to(device, sent.dtype), sent):
+        message = f"rows would lose their values on {came.device} (meta device or to_empty); build the model on its device"
+        raise BadInput(message, parameter="device", value=came.device)
