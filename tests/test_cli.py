@@ -90,9 +90,9 @@ def test_every_problem_of_doctor_has_a_command(tmp_path):
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert done.returncode == 1
     assert checks["Numba"]["state"] == "broken"
-    assert checks["Numba"]["mend"].startswith("pip install")
+    assert checks["Numba"]["fix"].startswith("pip install")
     assert checks["Triton cache"]["state"] == "warn"
-    assert all(check["mend"] for check in checks.values() if check["state"] != "ok")
+    assert all(check["fix"] for check in checks.values() if check["state"] != "ok")
 
 
 def test_doctor_fixes_memory_limits_of_machines_with_a_gpu():
@@ -109,7 +109,7 @@ machine_checks.CHECKS = (machine_checks.check_locked_memory, machine_checks.chec
         done = thermocline("doctor", "--json", "-", before=found.replace("HERE", inside))
         checks = json.loads(done.stdout)["checks"]
         assert [check["state"] for check in checks] == ["warn", "warn"]
-        assert all(word in check["mend"] for word, check in zip(words, checks, strict=True))
+        assert all(word in check["fix"] for word, check in zip(words, checks, strict=True))
 
 
 def test_quiet_doctor_prints_only_problems():

@@ -22,7 +22,7 @@ def doctor(json: Json = None, quiet: Quiet = False, debug: Debug = False) -> Non
     """Check this machine; every problem comes with a fix."""
     findings = [check() for check in machine_checks.CHECKS]
     broken = any(finding.state == "broken" for finding in findings)
-    checks = [{"name": each.name, "state": each.state, "found": each.found, "mend": each.fix} for each in findings]
+    checks = [{"name": each.name, "state": each.state, "found": each.found, "fix": each.fix} for each in findings]
     if deliver({"ok": not broken, "checks": checks}, json, False):
         out, count = console(), Counter(finding.state for finding in findings)
         for finding in findings:

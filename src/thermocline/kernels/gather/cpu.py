@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 
@@ -226,8 +227,11 @@ def _tiles(layout: Layout, batch: int, count: int) -> tuple[int, int, int]:
     return height, tiles, min(tiles, several)
 
 
-def _run_tiles(rows: RowArrays, call: LookupCall, batch: int, kernel: Kernel, *how: int) -> None:
-    """Run a kernel on all tiles of a lookup."""
+_Tasks = tuple[Callable[[int], None], list[int]]  # a task, and the result of each
+
+
+def _tile_tasks(rows: RowArrays, call: LookupCall, batch: int, kernel: Kernel, *how: int) -> _Tasks:
+    """Tasks that run a kernel on all tiles of a lookup."""
     (codes, meta, layout, cache), (ids_N, offsets, *_) = rows, call
     height, tiles, tasks = _tiles(layout, batch, ids_N.numel())
     fields_F8, features = layout.fields_F8.contiguous(), len(layout.tables.features)
@@ -240,12 +244,11 @@ def _run_tiles(rows: RowArrays, call: LookupCall, batch: int, kernel: Kernel, *h
         part = (scratch.ctypes.data, tiles * number // tasks, tiles * (number + 1) // tasks)
         found[number] = kernel(*table, fields_F8.data_ptr(), features, *lookup, *how, *part)
 
-    threads.run(task, tasks)
-    raise_if_bad(found, layout, ids_N, offsets)
+    return task, found
 
 
-def _read_rows(rows: RowArrays, call: LookupCall, out: Tensor) -> None:
-    """Write one output row for each id, zeros after its table's dimension."""
+def _row_tasks(rows: RowArrays, call: LookupCall, out: Tensor) -> _Tasks:
+    """Tasks that write one output row for each id, zeros after its table's dimension."""
     (codes, meta, layout, cache), (ids_N, offsets, _, _, dtype, checked) = rows, call
     ends = offsets.tolist()
     tasks = [
@@ -263,8 +266,7 @@ def _read_rows(rows: RowArrays, call: LookupCall, out: Tensor) -> None:
         where = (*addresses(ids_N, out), out.shape[1], _TARGET[dtype], scratch.ctypes.data)
         found[number] = read_rows(*place, field[F.FORMAT], field[F.DIM], limit, *where, first, last)
 
-    threads.run(task, len(tasks))
-    raise_if_bad(found, layout, ids_N, offsets)
+    return task, found
 
 
 def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
@@ -280,14 +282,16 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     if batch == 0:
         return out, winners
     if mode == F.NONE:
-        _read_rows(rows, call, out)
+        task, found = _row_tasks(rows, call, out)
     elif mode == F.MAX:
-        _run_tiles(rows, call, batch, _reduce_tiles, _MAX, *addresses(out, winners), shape[1], _TARGET[dtype])
+        task, found = _tile_tasks(rows, call, batch, _reduce_tiles, _MAX, *addresses(out, winners), shape[1], _TARGET[dtype])
     else:
         weights = None if weights_N is None else weights_N.float().contiguous()
         streamed = dtype == torch.float32 and 4 * out.numel() >= STREAM_MIN_BYTES
         how = (*addresses(weights), mode == F.MEAN, out.data_ptr(), shape[1], _TARGET[dtype], streamed)
-        _run_tiles(rows, call, batch, _pool_tiles, *how)
+        task, found = _tile_tasks(rows, call, batch, _pool_tiles, *how)
+    threads.run(task, len(found))
+    raise_if_bad(found, layout, ids_N, offsets)
     return out, winners
 
 
@@ -300,7 +304,9 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
         raise_bad_offsets(call.offsets, call.ids_N.numel())
         return result_N
     how = (_WEIGHT_GRADIENT, *addresses(result_N, grad), grad.shape[1], F.FP32)
-    _run_tiles(rows, call, batch, _reduce_tiles, *how)
+    task, found = _tile_tasks(rows, call, batch, _reduce_tiles, *how)
+    threads.run(task, len(found))
+    raise_if_bad(found, rows.layout, call.ids_N, call.offsets)
     return result_N
 
 
