@@ -63,7 +63,7 @@ def test_a_module_moved_to_a_card_maps_as_on_the_cpu(precision):
     torch.manual_seed(0)
     here = tc.EmbeddingCollection(tables(), rows=tc.RowConfig(precision, cache=0.0))
     there = copy.deepcopy(here).to("cuda")
-    assert there.maps.words.is_cuda and there.maps.mapped.counts.is_cuda
+    assert there.maps.words.is_cuda and there.maps.counts.is_cuda
     for seed in range(3):
         given = batch(seed)
         with torch.no_grad():
