@@ -130,7 +130,7 @@ class Emulated:
         grads, lookups = self.summed(step, sizes)
         for rank, (row_index, arena, trainer) in enumerate(self.shards):
             clock, hyper = trainer.clock.clone(), trainer.hyper.clone()
-            rows = torch.tensor(sorted(grads))
+            rows = torch.tensor(sorted(grads), dtype=torch.int64)  # may be empty
             where = row_index.locate(rows)
             homes = where.home_N.tolist()
             for tier in (1, 2, 3):

@@ -198,11 +198,11 @@ class Checkpoint:
             for precision in entry.precisions
         )
         for parts in zip(*blocks, strict=True):
-            first, out_RD = parts[0][0], torch.empty(len(parts[0][1]), entry.dim)
+            first, out_RD = parts[0][0], torch.empty(len(parts[0][1]), entry.dim, dtype=torch.float32)
             for precision, (_, known_R, found) in zip(entry.precisions, parts, strict=True):
                 codes_KB, meta_KW = found["codes"][known_R], found["meta"][known_R]
                 out_RD[known_R] = dequantize_rows(codes_KB, meta_KW, format_of(precision), entry.dim)
-            begin, end = torch.searchsorted(rows_K, torch.tensor([first, first + len(out_RD)])).tolist()
+            begin, end = torch.searchsorted(rows_K, torch.tensor([first, first + len(out_RD)], dtype=torch.int64)).tolist()
             out_RD[rows_K[begin:end] - first] = values_KD[begin:end]
             yield first, out_RD
 
@@ -294,7 +294,7 @@ class Checkpoint:
         clock), as `flush` does. Rows that were cached but not updated have their values in `blocks`.
         """
         entry = self.manifest.table(table)
-        none = CachedRows(torch.zeros(0, dtype=torch.int64), torch.zeros(0, entry.dim))
+        none = CachedRows(torch.zeros(0, dtype=torch.int64), torch.zeros(0, entry.dim, dtype=torch.float32))
         rows, values = zip(none, *self.cache.updated_rows(entry), strict=True)
         rows_K, order_K = torch.cat(rows).sort()
         return CachedRows(rows_K, torch.cat(values)[order_K])
@@ -329,7 +329,8 @@ class Delta:
         """
         checkpoint, entry = self._checkpoint, self._checkpoint.manifest.table(table)
         size, cached = block_rows(entry, 0), checkpoint.cached(table)
-        past_K = torch.cat([cached.rows_K, torch.tensor([-1])])  # rows larger than all cached rows are found at the last place
+        last = torch.tensor([-1], dtype=torch.int64)  # rows larger than all cached rows are found there
+        past_K = torch.cat([cached.rows_K, last])
         for section in self._sections:
             for begin in range(0, section.count if section.table == table else 0, size):
                 part = checkpoint.read_section(section, begin, min(begin + size, section.count), 0)

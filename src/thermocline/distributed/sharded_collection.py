@@ -196,7 +196,7 @@ class ShardedCollection(RowsModule):
 
     def _with_table(self, error: BadGradient) -> BadGradient:
         """The same error with the name of the table."""
-        table = int(self.row_index.tables_of(torch.tensor([error.row], device=self.row_index.device)))
+        table = int(self.row_index.tables_of(torch.tensor([error.row], dtype=torch.int64, device=self.row_index.device)))
         return BadGradient(error.row, error.step, self.tables[table].name, self.row_index.first[table])
 
     def _read(self, input: Any, trains: bool) -> JaggedIds:
@@ -297,7 +297,7 @@ class ShardedCollection(RowsModule):
             announce_failure(context, self.name, error)
             raise
         rows_U, inverse_N = torch.unique(rows_N + self.row_index.first[number], return_inverse=True)
-        values_UD = torch.empty(rows_U.numel(), self.tables[number].dim, device=self.arena.device)
+        values_UD = torch.empty(rows_U.numel(), self.tables[number].dim, dtype=torch.float32, device=self.arena.device)
         exchange = BatchExchange(context, rows_U, trains=False)
         exchange.request(self._handshake("reading rows", exchange))
         step_K = 4 * self.shard.fields_KF[:, DIM]

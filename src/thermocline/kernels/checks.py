@@ -10,7 +10,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import BadInput, FormatError, IdOutOfRange
 
-from .arguments import LookupCall
+from .arguments import LookupCall, OptimizerArrays, RowArrays
 from .layout import Layout, output_shape, per_feature
 
 _INTS = (torch.int32, torch.int64)
@@ -40,6 +40,38 @@ def check_values(values_ND: Tensor, format: int) -> None:
         raise FormatError(f"row {row} of the given rows holds {worst}; rows must be finite", row=row, value=worst)
     message = f"row {row} of the given rows holds {worst:g}; {F.NAMES[format]} holds at most {limit:g}"
     raise FormatError(message, row=row, value=worst, limit=limit)
+
+
+def check_codes(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) -> None:
+    """Check quantized rows of one format."""
+    shapes = codes_NB.shape, meta_NW.shape
+    wanted = (len(codes_NB), F.row_bytes(format, dim)), (len(codes_NB), F.META_WORDS[format])
+    if shapes != wanted or codes_NB.dtype != torch.uint8 or meta_NW.dtype != torch.int32:
+        found = f"{tuple(shapes[0])} {codes_NB.dtype} and {tuple(shapes[1])} {meta_NW.dtype}"
+        message = f"codes and meta words are {found}; {F.NAMES[format]} rows need {wanted[0]} uint8 and {wanted[1]} int32"
+        raise BadInput(message, parameter="codes", value=codes_NB.dtype)
+
+
+def check_arrays(rows: RowArrays, optimizer: OptimizerArrays | None = None) -> None:
+    """Check types, lengths and contiguity of an arena's arrays: kernels take addresses, and would write past the end."""
+    sizes = rows.layout.tables.sizes
+    _check_array("codes", rows.codes, torch.uint8, sizes[0])
+    _check_array("meta words", rows.meta, torch.int32, sizes[1])
+    if rows.cache is not None:
+        _check_array("cached values", rows.cache.values, torch.float32, sizes[2])
+        _check_array("int8 slots", rows.cache.near, torch.int32, sizes[3])
+    if optimizer is not None:
+        for state in optimizer.states:
+            size = rows.layout.tables.rows if optimizer.optimizer == F.ROWWISE_ADAGRAD else sizes[4]
+            _check_array("optimizer state", state, torch.float32, size)
+        _check_array("hyperparameters", optimizer.hyper, torch.float64, F.HYPER_FIELDS)
+        _check_array("clock", optimizer.clock, torch.int64, F.CLOCK_FIELDS)
+
+
+def _check_array(name: str, array: Tensor, kind: torch.dtype, size: int) -> None:
+    if array.dtype is not kind or array.numel() < size or not array.is_contiguous():
+        message = f"{name} are {tuple(array.shape)} {array.dtype}; kernels take contiguous {kind} of at least {size} elements"
+        raise BadInput(message, parameter=name, value=array.dtype, needed=size)
 
 
 def check_lookup(layout: Layout, call: LookupCall) -> None:
@@ -130,8 +162,8 @@ def raise_bad_offsets(offsets: Tensor, count: int) -> None:
         raise bad(message, at + 1)
 
 
-def check_gradient(layout: Layout, call: LookupCall, grad_out: Tensor) -> None:
-    """Check that a gradient has the shape of the output and lies on the device of the tables."""
+def check_gradient(layout: Layout, call: LookupCall, grad_out: Tensor, winners: Tensor | None = None) -> None:
+    """Check that a gradient, and the winners of max pooling, have the shape of the output; and the device of the gradient."""
     shape = output_shape(layout.tables, call.ids_N, call.offsets, call.mode)
     if grad_out.shape != shape or grad_out.dtype not in _FLOATS or grad_out.device != layout.fields_F8.device:
         raise BadInput(
@@ -139,6 +171,9 @@ def check_gradient(layout: Layout, call: LookupCall, grad_out: Tensor) -> None:
             f"the output was {shape} on {layout.fields_F8.device}",
             parameter="gradient",
         )
+    if winners is not None and (winners.dtype != torch.int32 or (call.mode == F.MAX and winners.shape != shape)):
+        message = f"winners are {tuple(winners.shape)} {winners.dtype}; the output was {shape}, and winners are int32"
+        raise BadInput(message, parameter="winners", value=winners.dtype)
 
 
 def check_rows(layout: Layout, rows_U: Tensor, grads_UW: Tensor, names_U: Tensor | None = None) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 from torch import Tensor
 
 from .arguments import LookupCall, OptimizerArrays, RowArrays
-from .checks import check_bags, check_gradient, check_lookup, check_rows, check_values
+from .checks import check_arrays, check_bags, check_codes, check_gradient, check_lookup, check_rows, check_values
 from .layout import Layout
 
 _OF_DEVICE = {"cpu": "cpu", "cuda": "gpu"}
@@ -38,6 +38,7 @@ def quantize_rows(
 
 def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) -> Tensor:
     """(codes as bytes, meta words) -> fp32 rows."""
+    check_codes(codes_NB, meta_NW, format, dim)
     values_ND: Tensor = implementation_for("quantize", codes_NB).dequantize_rows(codes_NB, meta_NW, format, dim)
     return values_ND
 
@@ -51,6 +52,7 @@ def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, off
 
 def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     """(pooled output, for max pooling the winners, else an empty tensor)."""
+    check_arrays(rows)
     check_lookup(rows.layout, call)
     out, winners = implementation_for("gather", rows.meta).gather_pool(rows, call)
     return out, winners
@@ -58,6 +60,7 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
 
 def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tensor:
     """Gradient of the per-sample weights of a sum-pooled lookup."""
+    check_arrays(rows)
     check_lookup(rows.layout, call)
     check_gradient(rows.layout, call, grad_out)
     result_N: Tensor = implementation_for("gather", rows.meta).weight_gradient(rows, call, grad_out)
@@ -67,7 +70,7 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
 def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """(distinct arena rows in ascending order, their summed fp32 gradients)."""
     check_lookup(layout, call)
-    check_gradient(layout, call, grad_out)
+    check_gradient(layout, call, grad_out, winners)
     rows_U, grads_UW = implementation_for("sum_gradients", grad_out).sum_row_gradients(layout, call, winners, grad_out)
     return rows_U, grads_UW
 
@@ -82,12 +85,14 @@ def update_rows(
         seen_N: the arena row of every lookup, ascending, for the cache; by default one lookup for each of `rows_U`.
         names_U: numbers of the rows for rounding bits and errors; by default their arena rows.
     """
+    check_arrays(rows, optimizer)
     check_rows(rows.layout, rows_U, grads_UW, names_U)
     implementation_for("update", rows.meta).update_rows(rows, optimizer, rows_U, grads_UW, seen_N, names_U)
 
 
 def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, winners: Tensor, grad_out: Tensor) -> None:
     """`sum_row_gradients` followed by `update_rows`, without sums in memory."""
+    check_arrays(rows, optimizer)
     check_lookup(rows.layout, call)
-    check_gradient(rows.layout, call, grad_out)
+    check_gradient(rows.layout, call, grad_out, winners)
     implementation_for("update", rows.meta).update_bags(rows, optimizer, call, winners, grad_out)

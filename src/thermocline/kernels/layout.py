@@ -122,6 +122,7 @@ class TableLayout:
     max_dim: int
     width: int  # columns of a pooled output
     rows: int  # rows of the arena
+    sizes: tuple[int, int, int, int, int]  # least code bytes, meta words, cached values, words of int8 slots, state elements
     spec: str  # the text that it was parsed from, as operators carry it
     pools: tuple[Pool, ...] = ()  # of the cache; none where there is no cache
     policy: int = F.LFU
@@ -177,7 +178,7 @@ def _read(text: str) -> tuple[tuple[int, ...], ...]:
 def parse(spec: str) -> TableLayout:
     """A `TableLayout` from the text of `write_spec`."""
     _, written, pools, policy, names, feature_names = spec.split("|")
-    features = _read(written)
+    features, cached = _read(written), tuple(Pool(*pool) for pool in _read(pools))
     distinct = tuple(sorted({(*f[: F.COLUMN], 0) for f in features}, key=lambda f: f[F.ROW]))
     groups = tuple(sorted({(f[F.DIM], f[F.FORMAT]) for f in features}))
     return TableLayout(
@@ -189,8 +190,9 @@ def parse(spec: str) -> TableLayout:
         max_dim=max((f[F.DIM] for f in features), default=0),
         width=max((f[F.COLUMN] + f[F.DIM] for f in features), default=0),
         rows=max((f[F.ROW] + f[F.ROWS] for f in features), default=0),
+        sizes=_sizes(distinct, cached),  # type: ignore[arg-type]
         spec=spec,
-        pools=tuple(Pool(*pool) for pool in _read(pools)),
+        pools=cached,
         policy=int(policy),
         names=tuple((int(row), unquote(name)) for row, _, name in (n.partition(",") for n in names.split(";") if n)),
         feature_names=tuple(unquote(name) for name in feature_names.split(";")) if feature_names else (),
@@ -212,6 +214,18 @@ def output_shape(tables: TableLayout, ids_N: Tensor, offsets: Tensor, mode: int)
 def winners_shape(tables: TableLayout, ids_N: Tensor, offsets: Tensor, mode: int) -> tuple[int, ...]:
     """Shape of the winners: that of the output for max pooling, else (0,)."""
     return output_shape(tables, ids_N, offsets, mode) if mode == F.MAX else (0,)
+
+
+def _sizes(distinct: tuple[Fields, ...], pools: tuple[Pool, ...]) -> tuple[int, int, int, int, int]:
+    """Lengths that the arrays of an arena must have for kernels to stay inside them."""
+    runs = [TableRun(f[F.DIM], f[F.FORMAT], f[F.ROW], f[F.ROWS], f[F.CODES], f[F.META], f[F.ELEMENT]) for f in distinct]
+    return (
+        max((r.codes + r.rows * F.row_bytes(r.format, r.dim) for r in runs), default=0),
+        max((r.meta + r.rows * F.META_WORDS[r.format] for r in runs), default=0),
+        max(((p.base + p.fp32_slots) * p.dim for p in pools), default=0),
+        max(((p.int8_base + p.int8_slots) * F.int8_slot_words(p.dim) for p in pools if p.int8_slots), default=0),
+        max((r.element + r.rows * r.dim for r in runs), default=0),
+    )
 
 
 def _runs(distinct: tuple[Fields, ...]) -> tuple[TableRun, ...]:

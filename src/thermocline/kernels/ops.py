@@ -16,7 +16,7 @@ from thermocline import formats as F
 
 from . import dispatch as D
 from .arguments import LookupCall, OptimizerArrays, RowArrays
-from .checks import check_lookup
+from .checks import check_arrays, check_lookup
 from .ids.fields import VERSION
 from .layout import Cache, Layout, output_shape, parse, winners_shape
 
@@ -53,6 +53,7 @@ def lookup(
     trains = torch.is_grad_enabled() and (optimizer is not None or (weights_N is not None and weights_N.requires_grad))
     if trains and weights_N is not None:
         call = call._replace(weights_N=weights_N.detach())
+    check_arrays(rows)
     check_lookup(rows.layout, call)
     out, winners = D.implementation_for("gather", rows.meta).gather_pool(rows, call)
     if not trains:

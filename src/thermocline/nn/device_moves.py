@@ -45,7 +45,8 @@ def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
 
 def check_keeps(fn: Callable[[Tensor], Tensor], device: torch.device) -> None:
     """Raise, before anything moves, if values would be lost: to or from the meta device, and in `to_empty`."""
-    sent = torch.tensor([byte & 1 for byte in os.urandom(64)], device=device)  # random: no memory holds it by chance
+    random = [byte & 1 for byte in os.urandom(64)]  # no memory holds it by chance
+    sent = torch.tensor(random, dtype=torch.int64, device=device)
     came = fn(sent)
     if device.type == came.device.type == "meta":
         return

@@ -99,7 +99,8 @@ class _SingleTable(RowsModule):
         """Draw rows from N(0, 1), as torch does; the padding row is zero."""
         self.draw_rows(0, 0, self.num_embeddings, Tensor.normal_)
         if self.padding_idx is not None:
-            self.set_rows(torch.tensor([self.padding_idx]), torch.zeros(1, self.embedding_dim))
+            zeros_1D = torch.zeros(1, self.embedding_dim, dtype=torch.float32)
+            self.set_rows(torch.tensor([self.padding_idx], dtype=torch.int64), zeros_1D)
 
     def warm(self, heat: Tensor | Heat) -> None:
         """Fill the cache with the hottest rows. Call it before rows are set: it flushes the cache first.
@@ -290,7 +291,7 @@ class Embedding(_SingleTable):
         else:
             kept_N = ids_N != self.padding_idx
             kept = kept_N.nonzero()[:, 0]
-            padding_1 = torch.full((1,), self.padding_idx, device=ids_N.device)
+            padding_1 = torch.full((1,), self.padding_idx, dtype=torch.int64, device=ids_N.device)
             padding_1D = lookup(self.arena, padding_1, torch.arange(2, device=ids_N.device), mode="none").to(self.dtype)
             try:
                 out_KD = self.look_up(*self._read(ids_N[kept]), None, "none")

@@ -19,7 +19,7 @@ from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.kernels import sum_row_gradients, update_rows, weight_gradient
 from thermocline.kernels.arguments import LookupCall
-from thermocline.kernels.checks import check_lookup
+from thermocline.kernels.checks import check_arrays, check_lookup
 from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.arena import Arena
@@ -200,6 +200,7 @@ def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, placeholder: Pl
     if weights_N is not None:
         call = call._replace(weights_N=weights_N.detach())
     rows = arena.arrays
+    check_arrays(rows)
     check_lookup(rows.layout, call)
     out, winners = implementation_for("gather", rows.meta).gather_pool(rows, call)
     return _WithDeferredBackward.apply(tie, weights_N, (arena, placeholder, call, out, winners))  # type: ignore[no-any-return, no-untyped-call]

@@ -73,7 +73,7 @@ class RowsModule(nn.Module):
         self.dtype = wanted
         self.arena, self.tiers = make_arena(tables, features, device, rows)
         self.trainer = Trainer(self.arena, rows.optimizer, seed=rows.seed)
-        self.placeholder = PlaceholderParameter(rows.update, torch.zeros(1, device=self.arena.device))
+        self.placeholder = PlaceholderParameter(rows.update, torch.zeros(1, dtype=torch.float32, device=self.arena.device))
         self.trained = Trained(self.arena, self.trainer, self.placeholder)
         self._fused: FusedOptimizer | None = None
         self._prefetched = PrefetchedBatches()

@@ -93,7 +93,8 @@ class Arena:
         self._moved: dict[str, int] = {}  # counts of earlier stages
         self.changes: Changes | None = None  # rows that changed since an incremental save
         self.before_write_hook: Callable[[Tensor], None] | None = None  # gets rows before they change, during a snapshot
-        self.untrained_placeholder = torch.zeros(1, device=device)  # ties a lookup that does not train into the graph
+        # ties a lookup that does not train into the graph
+        self.untrained_placeholder = torch.zeros(1, dtype=torch.float32, device=device)
 
     def _names(self) -> list[tuple[int, str]]:
         """First arena row and name of each table."""
@@ -367,5 +368,5 @@ class Arena:
         """Fill every table with uniform values in [-bound, bound), a block of rows at a time."""
         for index, table in enumerate(self.tables):
             for rows_N in torch.arange(table.rows, device=self.device).split(block):
-                uniform_ND = torch.rand(rows_N.numel(), table.dim, device=self.device, generator=generator)
+                uniform_ND = torch.rand(rows_N.numel(), table.dim, dtype=torch.float32, device=self.device, generator=generator)
                 self.write(index, rows_N, uniform_ND * (2 * bound) - bound)

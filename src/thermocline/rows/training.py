@@ -49,7 +49,7 @@ class Trainer:
         self.states = optimizer.states(arena.rows, arena.elements, device)
         self.hyper = optimizer.hyper(device)
         self.clock = torch.tensor([seed, 0], dtype=torch.int64, device=device)
-        self.placeholder = torch.zeros(1, device=device, requires_grad=True)  # ties lookups into the graph
+        self.placeholder = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)  # ties lookups into the graph
 
     @property
     def arrays(self) -> OptimizerArrays:
@@ -66,12 +66,12 @@ def check_rounding(format: int, device: torch.device) -> None:
     if format == F.FP32 or device.type == "meta":
         return
     low, step = {F.FP16: (1.0, 2.0**-10), F.BF16: (1.0, 2.0**-7), F.FP8: (1.0, 0.125)}.get(format, (0.0, 1.0))
-    values_ND = torch.full((_ROWS, _DIM), low + _SHARE * step, device=device)
+    values_ND = torch.full((_ROWS, _DIM), low + _SHARE * step, dtype=torch.float32, device=device)
     if low:
         values_ND[:, 0] = 448.0 if format == F.FP8 else low  # so that the scale of fp8 rows is 1
     else:
         values_ND[:, 0], values_ND[:, 1] = (127.0, -127.0) if format == F.INT8 else (0.0, float(F.levels(format)))
-    clock = torch.tensor([1, 1], device=device)
+    clock = torch.tensor([1, 1], dtype=torch.int64, device=device)
     codes_NB, meta_NW = quantize_rows(values_ND, format, clock, torch.arange(_ROWS, device=device))
     rounded_ND = dequantize_rows(codes_NB, meta_NW, format, _DIM)[:, 2:]
     up = float((rounded_ND > low + 0.5 * step).float().mean())

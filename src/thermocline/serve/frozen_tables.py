@@ -54,9 +54,9 @@ def look_up_columns(
     """Pool the bags of all features, given feature by feature with features * batch + 1 offsets, into [batch, width]."""
     features, width = len(version.features), sum(version.dims)
     batch = (offsets.numel() - 1) // features
-    out = torch.zeros(batch, width, device=device)
+    out = torch.zeros(batch, width, dtype=torch.float32, device=device)
     columns = [sum(version.dims[:n]) for n in range(features)]
-    ends_F1, column_F = torch.arange(features + 1) * batch, torch.tensor(columns)
+    ends_F1, column_F = torch.arange(features + 1) * batch, torch.tensor(columns, dtype=torch.int64)
     target_F2 = torch.stack([column_F, torch.full_like(column_F, width)], 1)
     modes = {version.modes[feature] for feature in version.features}
     if len(modes) > 1 or F.MAX in modes:

@@ -162,7 +162,7 @@ class DlrmScorer:
         """The shared part of the first layer is computed once, the rest of the MLP for each candidate."""
         vectors = [rows[feature] for feature in self.features]
         if self.bottom:
-            below = torch.tensor(np.atleast_2d(request[DENSE]))  # a copy: arrays of requests are read-only
+            below = torch.tensor(np.atleast_2d(request[DENSE]), dtype=torch.float32)  # a copy: arrays of requests are read-only
             for weight, bias in self.bottom:
                 below = linear(below, weight, bias).relu()
             vectors.insert(0, below)
@@ -191,7 +191,7 @@ class DlrmScorer:
 
     def _make_split(self, varies: tuple[bool, ...]) -> InteractionSplit:
         """Split the columns of the first layer, in the order of `_columns`."""
-        varies_V, count = torch.tensor(varies), len(varies)
+        varies_V, count = torch.tensor(varies, dtype=torch.bool), len(varies)
         varying, besides = int(varies_V.sum()), 1 if self.bottom else count
         shared = count - varying
         place_V = torch.where(varies_V, varies_V.cumsum(0), (~varies_V).cumsum(0)) - 1  # among vectors of its own kind

@@ -105,7 +105,7 @@ class SavedCache:
         fp32 = first < pool.fp32_slots
         name, base, size = ("values", 0, pool.dim) if fp32 else ("near", pool.fp32_slots, F.int8_slot_words(pool.dim))
         array = self.array(module, number, name, (first - base) * size, (last - base) * size)
-        none = torch.empty(0)
+        none = torch.empty(0, dtype=torch.float32)
         cache = Cache(array, array[:0].int(), *[none] * 7) if fp32 else Cache(none, array, *[none] * 7)
         own = pool._replace(base=0, int8_base=0, slots=last - first, int8_slots=0 if fp32 else last - first)
         return read_pointed(cache, pointers(own, torch.arange(last - first)), pool.dim)

@@ -139,7 +139,7 @@ def _homes(module: ShardedCollection, source: LiveRows, index: int, first: int, 
     With `bits`, only rows that they mark.
     """
     arena, row_index = source.arena, source.row_index
-    begins_K = torch.tensor([arena.views(k)[2] for k in range(len(row_index.parts))], device=arena.device)
+    begins_K = torch.tensor([arena.views(k)[2] for k in range(len(row_index.parts))], dtype=torch.int64, device=arena.device)
     for begin, last in blocks(end - first):
         rows_N = torch.arange(first + begin, first + last, device=arena.device)
         where = row_index.locate(rows_N + row_index.first[index])

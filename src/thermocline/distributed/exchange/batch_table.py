@@ -48,13 +48,15 @@ class BatchTableLayout:
         is_owner_pooled: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.names, self.device, self.is_owner_pooled = tuple(names), device, is_owner_pooled
-        self.rows_F, self.first_F = (torch.tensor([table[at] for table in tables], device=device) for at in (0, 1))
+        self.rows_F, self.first_F = (
+            torch.tensor([table[at] for table in tables], dtype=torch.int64, device=device) for at in (0, 1)
+        )
         self.dims = sorted({dim for _, _, dim in tables})
         self._groups = [self.dims.index(dim) for _, _, dim in tables]
-        self.group_F = torch.tensor(self._groups, device=device)
+        self.group_F = torch.tensor(self._groups, dtype=torch.int64, device=device)
         firsts = [min(first for _, first, dim in tables if dim == group) for group in self.dims]
         self.end = max(first + rows for rows, first, _ in tables)
-        self.begin_G = torch.tensor(firsts, device=device)  # global rows of one dimension are contiguous
+        self.begin_G = torch.tensor(firsts, dtype=torch.int64, device=device)  # global rows of one dimension are contiguous
         self._layouts: dict[tuple[int, ...], tuple[Layout, int]] = {}
 
     def features_of(self, bags: JaggedIds) -> Tensor:
@@ -81,7 +83,7 @@ class BatchTableLayout:
         if capacity not in self._layouts:
             specs = [TableSpec(rows, dim) for rows, dim in zip(capacity, self.dims, strict=True)]
             arena = Arena(specs, self._groups, device="meta")
-            fields = torch.tensor([list(field) for field in arena.layout.tables.features], device=self.device)
+            fields = torch.tensor(arena.layout.tables.features, dtype=torch.int64, device=self.device)
             self._layouts[capacity] = Layout.of(fields, arena.spec), arena.codes.numel()
         return self._layouts[capacity]
 
@@ -129,8 +131,8 @@ class BatchTable:
         dims = self.table_layout.dims
         begins = [at[dim] - 4 * dim * begin for dim, begin in zip(dims, self._begins, strict=False)]
         dim_K, device = fields_KF[:, DIM].contiguous(), fields_KF.device
-        group_K = torch.searchsorted(torch.tensor(dims, device=device), dim_K)
-        return RowDestination(self.codes, torch.tensor(begins, device=device)[group_K], 4 * dim_K)
+        group_K = torch.searchsorted(torch.tensor(dims, dtype=torch.int64, device=device), dim_K)
+        return RowDestination(self.codes, torch.tensor(begins, dtype=torch.int64, device=device)[group_K], 4 * dim_K)
 
     def pool(self, dtype: torch.dtype, sums: PartialSums | None) -> tuple[Tensor, Tensor]:
         """The pooled output, and the winners of max pooling."""
@@ -158,14 +160,14 @@ class BatchTable:
         if self.owner_pooled is None:
             return BatchGradients(self._row_gradients(winners, grad))
         grad = self._scaled(grad.float())
-        bags_XW = torch.zeros(self.offsets.numel() - 1, self.layout.tables.max_dim, device=grad.device)
+        bags_XW = torch.zeros(self.offsets.numel() - 1, self.layout.tables.max_dim, dtype=torch.float32, device=grad.device)
         for columns, at in self._features(grad.shape[0]):
             bags_XW[at, : columns.stop - columns.start] = grad[:, columns]
         return BatchGradients(self._row_gradients(winners, grad), bags_XW)
 
     def _row_gradients(self, winners: Tensor, grad: Tensor) -> Tensor:
         if not self.rows_U.numel():
-            return torch.zeros(0, self.layout.tables.max_dim, device=grad.device)
+            return torch.zeros(0, self.layout.tables.max_dim, dtype=torch.float32, device=grad.device)
         rows, grads_UW = sum_row_gradients(self.layout, self._call(), winners, grad)
         assert rows.numel() == self.rows_U.numel()
         return grads_UW

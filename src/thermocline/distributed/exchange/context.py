@@ -80,7 +80,7 @@ class ExchangeContext:
         self._route_parts()
         arena = Arena([TableSpec(self.row_index.rows, self.width)], device="meta")  # one table of all rows, without memory
         fields = [list(field) for field in arena.layout.tables.features]
-        self.all_rows = Layout.of(torch.tensor(fields, device=self.row_index.device), arena.spec)
+        self.all_rows = Layout.of(torch.tensor(fields, dtype=torch.int64, device=self.row_index.device), arena.spec)
 
     def _route_parts(self) -> None:
         routes, nodes, device = self.routes, self.groups.nodes, self.row_index.device
@@ -136,7 +136,7 @@ class ExchangeContext:
 
         With `bags`, the offsets of bags, the gradients are those of summed bags.
         """
-        offsets = torch.tensor([0, rows_M.numel()], device=rows_M.device) if bags is None else bags
+        offsets = torch.tensor([0, rows_M.numel()], dtype=torch.int64, device=rows_M.device) if bags is None else bags
         call = LookupCall(rows_M, offsets, None, F.NONE if bags is None else F.SUM)
         winners = torch.empty(0, dtype=torch.int32, device=rows_M.device)
         found = sum_row_gradients(self.all_rows, call, winners, grads_MW.contiguous())

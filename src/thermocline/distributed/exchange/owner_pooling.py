@@ -114,7 +114,7 @@ class PartialSums:
 
     def pooled(self, bags: int) -> Tensor:
         """The sums of received partial sums: [bags, width]."""
-        pooled_XW = torch.zeros(bags, self.context.width, device=self._bag_S.device)
+        pooled_XW = torch.zeros(bags, self.context.width, dtype=torch.float32, device=self._bag_S.device)
         if self._sums_SW is not None:
             sizes = self._sums_PK.sum(axis=1).tolist()
             for bag_S, sums_SW in zip(self._bag_S.split(sizes), self._sums_SW.split(sizes), strict=True):
@@ -127,7 +127,7 @@ class PartialSums:
             return None
         context = self.context
         if grads_XW is None:  # this rank requests no sums: its bags have weights, or it has none
-            grads_XW = torch.zeros(0, context.width, device=self._bag_S.device)
+            grads_XW = torch.zeros(0, context.width, dtype=torch.float32, device=self._bag_S.device)
         grads_TW = self._exchange_sums("gradients", grads_XW, context.shard.fields_KF, back=False)
         if not self.rows_M.numel():
             return None

@@ -98,11 +98,11 @@ def _cache_scores(arena: Arena, table: int) -> tuple[Tensor, Tensor]:
 
 def _fresh_rows(table: Table, rows_K: Tensor, first_row: int, seed: int) -> Tensor:
     """Uniform in +-1/sqrt(rows of the table's feature range), determined by global row and seed."""
-    clock = torch.tensor([seed, 0], device=rows_K.device)
+    clock = torch.tensor([seed, 0], dtype=torch.int64, device=rows_K.device)
     bits_KD = random_bits(clock, rows_K + first_row, table.dim)
     unit_KD = (bits_KD >> 8).float() * 2.0**-23 - 1
-    bound_P = torch.tensor([(end - begin) ** -0.5 for begin, end in table.parts], device=rows_K.device)
-    begins = torch.tensor([begin for begin, _ in table.parts], device=rows_K.device)
+    bound_P = torch.tensor([(end - begin) ** -0.5 for begin, end in table.parts], dtype=torch.float32, device=rows_K.device)
+    begins = torch.tensor([begin for begin, _ in table.parts], dtype=torch.int64, device=rows_K.device)
     return unit_KD * bound_P[torch.searchsorted(begins, rows_K, right=True) - 1][:, None]
 
 

@@ -55,7 +55,7 @@ class SummedGradients(NamedTuple):
 
 def run_offsets(begins_M: Tensor) -> Tensor:
     """The offsets of runs, from flags of their first elements."""
-    return torch.cat([begins_M.nonzero()[:, 0], torch.tensor([begins_M.numel()], device=begins_M.device)])
+    return torch.cat([begins_M.nonzero()[:, 0], torch.tensor([begins_M.numel()], dtype=torch.int64, device=begins_M.device)])
 
 
 class LocalShard:
@@ -68,8 +68,8 @@ class LocalShard:
             codes_RB, meta_RW, row, format, dim = arena.views(k)
             at = [each.storage_offset() for each in (codes_RB, meta_RW)]
             lines.append([codes_RB.shape[1], meta_RW.shape[1], *at, row, dim, format, part.gradient_bytes // dim])
-        self.fields_KF = torch.tensor(lines, device=row_index.device)
-        self.slotted_K = torch.tensor([part.slots > 0 for part in row_index.parts], device=row_index.device)
+        self.fields_KF = torch.tensor(lines, dtype=torch.int64, device=row_index.device)
+        self.slotted_K = torch.tensor([part.slots > 0 for part in row_index.parts], dtype=torch.bool, device=row_index.device)
         self.wire_KF = torch.cat([self.fields_KF, self._slot_fields(F.FP32), self._slot_fields(F.INT8)])
         self.cached = any(part.slots for part in row_index.parts)
         self.kinds = 3 if any(part.int8_slots for part in row_index.parts) else 2  # on any rank
@@ -142,12 +142,12 @@ class LocalShard:
         """The layout of one part alone."""
         field = (*self.arena.layout.tables.features[k][: F.COLUMN], 0)
         spec = write_spec([field], self.arena.pools)  # tells GPU kernels that rows may be in slots
-        return Layout.of(torch.tensor([field], device=self.row_index.device), spec)
+        return Layout.of(torch.tensor([field], dtype=torch.int64, device=self.row_index.device), spec)
 
     def pool(self, where: RowLocations, begins_M: Tensor, width: int) -> Tensor:
         """Sums of runs of local rows, each of one part: [runs, width]. `begins_M` flags the first row of each run."""
         arena, part_T = self.arena, where.part_N[begins_M]
-        sums_TW = torch.zeros(part_T.numel(), width, device=part_T.device)
+        sums_TW = torch.zeros(part_T.numel(), width, dtype=torch.float32, device=part_T.device)
         cache = Cache(*arena.cache) if arena.cache else None
         for k, layout in self._pooled.items():
             at_M, at_T = (where.part_N == k).nonzero()[:, 0], (part_T == k).nonzero()[:, 0]

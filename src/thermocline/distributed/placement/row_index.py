@@ -102,20 +102,20 @@ class RowIndex:
         self.rows = sum(t.rows for t in plans)
         self.id_bytes = id_bytes(self.rows)
         self.parts: list[TablePart] = []
-        number = torch.full((len(plans), 4), -1)
+        number = torch.full((len(plans), 4), -1, dtype=torch.int64)
         for table, (plan, map) in enumerate(zip(plans, maps, strict=True)):
             for part in self._parts_of(table, plan, map, rank):
                 number[table, part.tier] = len(self.parts)
                 self.parts.append(part)
         order = sorted(range(len(plans)), key=lambda t: self.first[t])
         self._number = number.to(device)
-        self._begins = torch.tensor([self.first[t] for t in order], device=device)
-        self._order = torch.tensor(order, device=device)
+        self._begins = torch.tensor([self.first[t] for t in order], dtype=torch.int64, device=device)
+        self._order = torch.tensor(order, dtype=torch.int64, device=device)
         self._fields: Counts | None = None
         if device.type == "cpu":
             lines = [[self.first[t], self.first[t] + plans[t].rows, *maps[t].fields(), *number[t, 1:].tolist()] for t in order]
             self._fields = np.array(lines, dtype=np.int64)
-        self.tier_K = torch.tensor([part.tier for part in self.parts], device=device)
+        self.tier_K = torch.tensor([part.tier for part in self.parts], dtype=torch.int64, device=device)
         whole = all(part.tier == 3 and part.local_rows == maps[part.table].rows for part in self.parts)
         self.unsharded = whole and nodes * local_size == 1  # one process holds every table whole
 

@@ -171,7 +171,7 @@ def deferred_interrupt() -> Iterator[Callable[[], None]]:
 def raise_if_any_failed(groups: ProcessGroups, failed: BaseException | None) -> None:
     """Raise on all ranks if one of them failed. Collective."""
     ones = [1] * groups.size
-    flags = groups.world.all_to_all(torch.full((groups.size,), int(failed is not None)), ones, ones)
+    flags = groups.world.all_to_all(torch.full((groups.size,), int(failed is not None), dtype=torch.int64), ones, ones)
     if not bool(flags.any()):
         return
     everyone = groups.all_gather("" if failed is None else f"{type(failed).__name__}: {failed}")

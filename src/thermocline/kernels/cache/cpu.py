@@ -179,7 +179,7 @@ class _Refresh:
         self.histograms = np.empty((pieces, len(self.pools), BUCKETS), dtype=np.int64)
         self.slot_histograms = [np.empty((-(-pool.slots // _CHUNK), BUCKETS), dtype=np.int64) for pool in self.pools]
         self.sizes = [np.empty((len(chunks), 3), dtype=np.int64) for chunks in self.slot_histograms]
-        self.values, self.int8_slots, self.owners, self.scores, self.words, self.sketch = addresses(*cache[:6])
+        self.values, self.int8_slots, self.owners, self.scores, self.words, self.sketch = addresses("fiqiii", *cache[:6])
 
     def _now(self, cache: Cache, index: int) -> tuple[int, int, int]:
         """Time of one pool, and the end of its window."""
@@ -189,18 +189,19 @@ class _Refresh:
 
     def count_hits(self, meta: Tensor, keys_N: Tensor, bits: int) -> None:
         """Count cached rows and list the candidates."""
-        slots = (meta.data_ptr(), self.owners, self.scores, *addresses(self.fields), len(self.pools), self.policy)
-        lists = (keys_N.data_ptr(), bits, keys_N.numel(), *addresses(self.rows, self.counts, self.places, self.stats))
-        threads.run(lambda piece: C.count_hits(*slots, *lists, piece, self.pieces), self.pieces)
+        slots = (*addresses("i", meta), self.owners, self.scores, *addresses("q", self.fields), len(self.pools), self.policy)
+        keys, *lists = addresses("qqiqq", keys_N, self.rows, self.counts, self.places, self.stats)
+        lookups = (keys, bits, keys_N.numel(), *lists)
+        threads.run(lambda piece: C.count_hits(*slots, *lookups, piece, self.pieces), self.pieces)
 
     def score(self) -> None:
         """Count the candidates; then bucket candidates and slots, with histograms."""
-        sketch = (self.sketch, *addresses(self.fields), len(self.pools))
+        sketch = (self.sketch, *addresses("q", self.fields), len(self.pools))
         if self.policy != F.LRU:
-            lists = addresses(self.counts, self.places, self.stats)
+            lists = addresses("iqq", self.counts, self.places, self.stats)
             shared = torch.get_num_threads() > 1
             threads.run(lambda piece: C.count_candidates(*sketch, *lists, piece, shared), self.pieces)
-        lists = addresses(self.counts, self.places, self.buckets, self.stats, self.histograms)
+        lists = addresses("iqBqq", self.counts, self.places, self.buckets, self.stats, self.histograms)
         chunks = [(index, first) for index, pool in enumerate(self.pools) for first in range(0, pool.slots, _CHUNK)]
 
         def task(number: int) -> None:
@@ -209,25 +210,25 @@ class _Refresh:
                 return
             index, first = chunks[number - self.pieces]
             results = (self.victims[index], self.slot_histograms[index][first // _CHUNK], self.sizes[index][first // _CHUNK])
-            slots = (self.scores, self.owners, *addresses(self.fields[index]), self.policy)
-            C.score_slots(*slots, *addresses(*results), first, min(first + _CHUNK, self.pools[index].slots))
+            slots = (self.scores, self.owners, *addresses("q", self.fields[index]), self.policy)
+            C.score_slots(*slots, *addresses("Bqq", *results), first, min(first + _CHUNK, self.pools[index].slots))
 
         threads.run(task, self.pieces + len(chunks))
 
     def swap(self, codes: Tensor, meta: Tensor, index: int, stochastic: bool) -> tuple[int, int, int]:
         """Admit candidates of one pool; returns the numbers of admitted, evicted and rounded rows."""
         pool, slot_histograms = self.pools[index], self.slot_histograms[index]
-        lists = addresses(self.stats, self.buckets, self.victims[index], self.histograms, slot_histograms)
-        selected = addresses(self.admitted, self.victims_taken)
+        lists = addresses("qBBqq", self.stats, self.buckets, self.victims[index], self.histograms, slot_histograms)
+        selected = addresses("qq", self.admitted, self.victims_taken)
         count = _select(index, len(self.pools), pool.slots, *lists, len(slot_histograms), *selected, self.pieces)
         moved = np.empty((-(-count // _SWAPS), 2), dtype=np.int64)
         slots = (self.values, self.int8_slots, self.owners, self.scores, self.words)
-        where = (*addresses(codes, meta), *slots, *addresses(self.fields[index]))
-        how = (self.seed, self.step, stochastic, *addresses(self.rows, self.counts), *selected)
+        where = (*addresses("Bi", codes, meta), *slots, *addresses("q", self.fields[index]))
+        how = (self.seed, self.step, stochastic, *addresses("qi", self.rows, self.counts), *selected)
 
         def task(first: int, last: int) -> None:
             scratch = np.empty(F.MAX_DIM + R.PAD, dtype=np.float32)
-            _swap(*where, *how, *addresses(scratch, moved), first // _SWAPS, first, last)
+            _swap(*where, *how, *addresses("fq", scratch, moved), first // _SWAPS, first, last)
 
         threads.run_chunks(task, count, _SWAPS)
         left, rounded = moved.sum(0).tolist()

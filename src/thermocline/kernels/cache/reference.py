@@ -157,14 +157,15 @@ def _refresh_pool(slots: _PoolSlots, ledger: Tensor, rows_U: Tensor, counts_U: T
         window, *sizes = (int((part & occupied_S).sum()) for part in window_parts(slots.scores_S, ledger, now))
         edge_hits = [int(weight_U[cached_U][part].sum()) for part in window_parts(before, ledger, now)[1:]]
         low = int(victim_S[selected_S].max()) if selected_S.numel() else 0
-        ledger[F.WINDOW :] = torch.tensor(adapt_window(ledger.tolist(), pool.slots, window, edge_hits, sizes, low))
+        adapted = adapt_window(ledger.tolist(), pool.slots, window, edge_hits, sizes, low)
+        ledger[F.WINDOW :] = torch.tensor(adapted, dtype=torch.int64)
     occupied_K = slots.rows_S[selected_S] != F.EMPTY
     written = slots.write_back(selected_S[occupied_K], stochastic)
     slots.admit(candidate_C[selected_C], selected_S, score_C[selected_C], F.DIRTY, stochastic)
     promoted = _promote(slots, policy, now, stochastic) if pool.int8_slots and rows_U.numel() else 0
     lookups, hits = counts_U.sum(), counts_U[cached_U].sum()
     done = (lookups, lookups, hits, selected_S.numel(), occupied_K.sum(), written, promoted)
-    ledger[: F.WINDOW] += torch.tensor(done, device=ledger.device)
+    ledger[: F.WINDOW] += torch.tensor(done, dtype=torch.int64, device=ledger.device)
 
 
 def _promote(slots: _PoolSlots, policy: int, now: int, stochastic: bool) -> int:

@@ -24,9 +24,12 @@ import numba
 import torch
 from torch import Tensor
 
+from thermocline.errors import BadInput
+
 _log = logging.getLogger("thermocline")
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _MODULES = tuple(f"{name}.cpu" for name in "cache exchange gather ids quantize serve sum_gradients update".split())
+_TYPES = {"B": torch.uint8, "i": torch.int32, "q": torch.int64, "f": torch.float32, "d": torch.float64}  # as in `struct`
 UNUSED_SECONDS = 30 * 24 * 3600  # seconds after which kernels of another version are deleted
 _kernels: list[Kernel] = []
 _names: Counter[tuple[str, str]] = Counter()  # of decorated functions
@@ -84,9 +87,22 @@ def kernel(signature: Any, nogil: bool = True) -> Callable[[Callable[..., Any]],
     return lambda function: Kernel(function, signature, nogil)
 
 
-def addresses(*arrays: Any) -> list[int]:
-    """Addresses of tensors and NumPy arrays, as kernels take them; 0 for None."""
-    return [0 if a is None else a.data_ptr() if isinstance(a, Tensor) else a.ctypes.data for a in arrays]
+def addresses(types: str, *arrays: Any) -> list[int]:
+    """Addresses of tensors and NumPy arrays, as kernels take them; 0 for None.
+
+    `types`: a letter of `_TYPES` for each array. Kernels know no types: they would write past the end of an array of another.
+    """
+    found = []
+    for letter, array in zip(types, arrays, strict=True):
+        if array is None:
+            found.append(0)
+            continue
+        tensor = array if isinstance(array, Tensor) else torch.from_numpy(array)  # half the time of array.ctypes.data
+        if tensor.dtype is not _TYPES[letter] or not tensor.is_contiguous():
+            message = f"a kernel takes {_TYPES[letter]}, contiguous, not {tensor.dtype} with strides {tensor.stride()}"
+            raise BadInput(message, parameter="array", value=tensor.dtype, needed=_TYPES[letter])
+        found.append(tensor.data_ptr())
+    return found
 
 
 def as_int64(tensor: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def promote(meta: int, cache: Cache, pool: Pool, policy: int, stochastic: bool) 
         return 0
     fields, buckets = np.array(pool, dtype=np.int64), np.empty(pool.slots, dtype=np.uint8)
     seed, step = cache.clock.tolist()[: F.CLOCK_FIELDS]
-    values, int8_slots, owners, scores, words = addresses(*cache[:5])
+    values, int8_slots, owners, scores, words = addresses("fiqii", *cache[:5])
     chunks = [
         (first, min(first + _CHUNK, last), margin)
         for begin, last, margin in ((0, pool.fp32_slots, MARGIN), (pool.fp32_slots, pool.slots, 0))
@@ -102,18 +102,18 @@ def promote(meta: int, cache: Cache, pool: Pool, policy: int, stochastic: bool) 
     def score(number: int) -> None:
         first, last, margin = chunks[number]
         slots = (scores + 4 * pool.slot, owners + 8 * pool.slot, policy, step, margin)
-        _score(*slots, *addresses(buckets, histograms[number]), first, last)
+        _score(*slots, *addresses("Bq", buckets, histograms[number]), first, last)
 
     threads.run(score, len(chunks))
     lists = [np.empty(min(pool.fp32_slots, pool.int8_slots), dtype=np.int64) for _ in range(2)]
     fp32, int8 = histograms[:fp32_chunks], histograms[fp32_chunks:]
-    sums = (fp32.ctypes.data, len(fp32), int8.ctypes.data, len(int8))
-    count: int = _select(buckets.ctypes.data, pool.fp32_slots, pool.slots, *sums, *addresses(*lists))
+    sums = (*addresses("q", fp32), len(fp32), *addresses("q", int8), len(int8))
+    count: int = _select(*addresses("B", buckets), pool.fp32_slots, pool.slots, *sums, *addresses("qq", *lists))
 
     def exchange(first: int, last: int) -> None:
         scratch = np.empty(F.MAX_DIM + PAD, dtype=np.float32)
-        where = (meta, values, int8_slots, owners, scores, words, fields.ctypes.data, seed, step, stochastic)
-        _exchange(*where, *addresses(*lists, scratch), first, last)
+        where = (meta, values, int8_slots, owners, scores, words, *addresses("q", fields), seed, step, stochastic)
+        _exchange(*where, *addresses("qqf", *lists, scratch), first, last)
 
     threads.run_chunks(exchange, count, _EXCHANGES)
     return count

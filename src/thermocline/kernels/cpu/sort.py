@@ -40,7 +40,7 @@ class SortedKeys(NamedTuple):
     @property
     def places(self) -> list[int]:
         """Addresses of `place`, `factor` and `within_N`; 0 for None."""
-        return addresses(*self[2:5])
+        return addresses("qfi", *self[2:5])
 
 
 # -- count and scatter ------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def sort_lookups(
     bits = entries.bit_length()
     assert layout.tables.rows.bit_length() + bits < 64, "rows and positions must fit one key"
     tasks, place = tasks_for(count), torch.empty(entries, dtype=torch.int64)
-    factor = torch.empty(entries) if mode == F.MEAN else None
+    factor = torch.empty(entries, dtype=torch.float32) if mode == F.MEAN else None
     if weights_N is not None:
         factor = weights_N.float().contiguous()
     within_N = torch.empty(count, dtype=torch.int32) if mode == F.MAX else None
@@ -311,8 +311,8 @@ def sort_lookups(
         return SortedKeys(place, bits, place, factor, within_N, 1), grad_out.float()
     counts = np.empty((tasks, plan.buckets), dtype=np.int64)
     fields_F8 = layout.fields_F8.contiguous()
-    lookup, arrays = (*addresses(ids_N, offsets, fields_F8), features, batch, count), addresses(place, factor, within_N)
-    buckets = (plan.of_feature.ctypes.data, counts.ctypes.data, plan.buckets)
+    lookup = (*addresses("qqq", ids_N, offsets, fields_F8), features, batch, count)
+    arrays, buckets = addresses("qfi", place, factor, within_N), (*addresses("qq", plan.of_feature, counts), plan.buckets)
     found = [OK] * tasks
 
     def count_task(number: int) -> None:
@@ -321,15 +321,16 @@ def sort_lookups(
     threads.run(count_task, tasks)
     raise_if_bad(found, layout, ids_N, offsets)
     keys_N, other_N = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
+    (keys,) = addresses("q", keys_N)
     ends_BT = counts.T.cumsum().reshape(plan.buckets, tasks)
     bounds = np.append(0, ends_BT[:, -1])
     counts[:] = ends_BT.T - counts  # where each task writes its keys of each bucket
-    threads.run(lambda n: _scatter(*lookup, *buckets, bits, by_bag, keys_N.data_ptr(), n, tasks), tasks)
+    threads.run(lambda n: _scatter(*lookup, *buckets, bits, by_bag, keys, n, tasks), tasks)
 
     def sort_task(number: int) -> None:
         digits = np.empty(1 << DIGIT, dtype=np.int64)
         first, last = plan.buckets * number // tasks, plan.buckets * (number + 1) // tasks
-        _sort(*addresses(keys_N, other_N, bounds, plan.of_bucket, digits), bits, first, last)
+        _sort(*addresses("qqqqq", keys_N, other_N, bounds, plan.of_bucket, digits), bits, first, last)
 
     threads.run(sort_task, tasks)
     grad = grad_out.float().contiguous()
@@ -344,8 +345,9 @@ def _gradient_by_feature(grad: Tensor, layout: Layout, batch: int, tasks: int) -
     In the output, rows of a feature are a whole output row apart, often a multiple of 4096 bytes, and an 8-way cache holds few
     of those (8 x 1M x 128, pooling 20: 7.6 of 10.6 ms of the sum were stalls).
     """
-    flat, fields_F8, features = torch.empty(grad.numel()), layout.fields_F8.contiguous(), len(layout.tables.features)
-    where = (grad.data_ptr(), grad.shape[1], fields_F8.data_ptr(), features, batch, flat.data_ptr())
+    flat, fields_F8 = torch.empty(grad.numel(), dtype=torch.float32), layout.fields_F8.contiguous()
+    features = len(layout.tables.features)
+    where = (*addresses("f", grad), grad.shape[1], *addresses("q", fields_F8), features, batch, *addresses("f", flat))
     threads.run(lambda number: _pack_gradients(*where, number, tasks), tasks)
     return flat
 

@@ -56,10 +56,10 @@ def distinct_rows(rows_N: Tensor, limit: int, once: bool = True) -> tuple[Tensor
     other_N = torch.empty_like(keys_N)
     passes = -(-row_bits // DIGIT)
     digits = np.empty(1 << DIGIT, dtype=np.int64)
-    _sort(keys_N.data_ptr(), other_N.data_ptr(), count, bits, passes, digits.ctypes.data)
+    _sort(*addresses("qq", keys_N, other_N), count, bits, passes, *addresses("q", digits))
     sorted_N, spare_N = (other_N, keys_N) if passes % 2 else (keys_N, other_N)
     inverse_N = torch.empty_like(keys_N)
-    number = _distinct(*addresses(sorted_N, spare_N, inverse_N), count, bits, once)
+    number = _distinct(*addresses("qqq", sorted_N, spare_N, inverse_N), count, bits, once)
     return spare_N[:number].clone(), inverse_N
 
 
@@ -152,7 +152,8 @@ def locate(
     """Part, owner and place of global rows; `maps_T` has the MAP_FIELDS of each table, by first row."""
     rows_N = rows_N.contiguous()
     part_N, home_N, place_N = (torch.empty_like(rows_N) for _ in range(3))
-    _locate(*addresses(maps_T, multipliers, rows_N, part_N, home_N, place_N), len(maps_T), nodes, local_size, rows_N.numel())
+    arrays = addresses("qqqqqq", maps_T, multipliers, rows_N, part_N, home_N, place_N)
+    _locate(*arrays, len(maps_T), nodes, local_size, rows_N.numel())
     return part_N, home_N, place_N
 
 
@@ -186,7 +187,9 @@ def route(part_N: Tensor, home_N: Tensor, ways_K: Tensor, node: int, local_size:
     """(rows of each part for each rank of a group [group, parts], indices of the rows in the order of the message)."""
     parts, keys_N, order_N = ways_K.numel(), torch.empty_like(part_N), torch.empty_like(part_N)
     ends = np.zeros(group * parts + 2, dtype=np.int64)
-    _route(*addresses(part_N, home_N, ways_K, keys_N, ends, order_N), part_N.numel(), parts, node, local_size, group)
+    assert part_N.shape == home_N.shape
+    arrays = addresses("qqqqqq", part_N, home_N, ways_K, keys_N, ends, order_N)
+    _route(*arrays, part_N.numel(), parts, node, local_size, group)
     counts_PK = torch.from_numpy(np.diff(ends[: group * parts], prepend=0)).view(group, parts)
     return counts_PK, order_N[: int(ends[group * parts - 1])]
 
@@ -265,19 +268,22 @@ def pack_rows(
     codes: Tensor, meta: Tensor, fields_KF: Tensor, part_N: Tensor, place_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:
     """Copy rows of an arena, given by part and place, to a message."""
-    _pack_rows(*addresses(codes, meta, fields_KF, part_N, place_N, offset_N, out), part_N.numel())
+    assert part_N.shape == place_N.shape == offset_N.shape
+    _pack_rows(*addresses("BiqqqqB", codes, meta, fields_KF, part_N, place_N, offset_N, out), part_N.numel())
 
 
 def copy_rows(
     message: Tensor, from_N: Tensor, fields_KF: Tensor, part_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:  # fmt: skip
     """Copy rows of one message to another."""
-    _copy_rows(*addresses(message, from_N, fields_KF, part_N, offset_N, out), part_N.numel())
+    assert part_N.shape == from_N.shape == offset_N.shape
+    _copy_rows(*addresses("BqqqqB", message, from_N, fields_KF, part_N, offset_N, out), part_N.numel())
 
 
 def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Tensor, target_N: Tensor, rows: Tensor) -> None:
     """Dequantize rows of a message to byte offsets `target_N` of `rows`."""
-    _unpack_rows(*addresses(message, offset_N, fields_KF, part_N, target_N, rows), part_N.numel())
+    assert part_N.shape == offset_N.shape == target_N.shape
+    _unpack_rows(*addresses("BqqqqB", message, offset_N, fields_KF, part_N, target_N, rows), part_N.numel())
 
 
 def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor) -> Tensor:
@@ -286,12 +292,13 @@ def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Te
     counts_K = np.bincount(part_N.numpy(), minlength=len(fields_KF))
     fields, scratch = fields_KF.numpy(), np.empty(F.MAX_DIM + PAD, dtype=np.float32)
     out = torch.empty(int(counts_K @ (fields[:, E.DIM] * fields[:, E.GRADIENT])), dtype=torch.uint8)
-    _pack_gradients(*addresses(grads_UW, fields, part_N, at_N, scratch, out), grads_UW.shape[1], part_N.numel())
+    assert part_N.shape == at_N.shape
+    _pack_gradients(*addresses("fqqqfB", grads_UW, fields, part_N, at_N, scratch, out), grads_UW.shape[1], part_N.numel())
     return out
 
 
 def unpack_gradients(message: Tensor, fields_KF: Tensor, part_N: Tensor, width: int) -> Tensor:
     """The gradients of a message as fp32, zeros after the columns of a row."""
-    grads_NW = torch.empty(part_N.numel(), width)
-    _unpack_gradients(*addresses(message, fields_KF, part_N, grads_NW), width, part_N.numel())
+    grads_NW = torch.empty(part_N.numel(), width, dtype=torch.float32)
+    _unpack_gradients(*addresses("Bqqf", message, fields_KF, part_N, grads_NW), width, part_N.numel())
     return grads_NW

@@ -95,7 +95,7 @@ def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Te
 def unpack_gradients(message: Tensor, fields_KF: Tensor, part_N: Tensor, width: int) -> Tensor:
     """The gradients of a message as fp32, zeros after the columns of a row."""
     offset_N, _ = offsets(part_N, fields_KF[:, DIM] * fields_KF[:, GRADIENT])
-    grads_NW = torch.zeros(part_N.numel(), width, device=message.device)
+    grads_NW = torch.zeros(part_N.numel(), width, dtype=torch.float32, device=message.device)
     for at_K, (*_, dim, _, each) in _by_part(part_N, fields_KF):
         record_KB = message[offset_N[at_K, None] + torch.arange(dim * each, device=message.device)].contiguous()
         grads_NW[at_K, :dim] = record_KB.view(torch.float32 if each == 4 else torch.bfloat16).float()

@@ -235,14 +235,14 @@ def _tile_tasks(rows: RowArrays, call: LookupCall, batch: int, kernel: Kernel, *
     (codes, meta, layout, cache), (ids_N, offsets, *_) = rows, call
     height, tiles, tasks = _tiles(layout, batch, ids_N.numel())
     fields_F8, features = layout.fields_F8.contiguous(), len(layout.tables.features)
-    table = (*addresses(codes, meta), *slots_of(cache))
-    lookup = (*addresses(ids_N, offsets), ids_N.numel(), batch, height, call.checked)
+    table = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache), *addresses("q", fields_F8), features)
+    lookup = (*addresses("qq", ids_N, offsets), ids_N.numel(), batch, height, call.checked)
     found = [OK] * tasks
 
     def task(number: int) -> None:
         scratch = np.empty(SCRATCH, dtype=np.float32)
-        part = (scratch.ctypes.data, tiles * number // tasks, tiles * (number + 1) // tasks)
-        found[number] = kernel(*table, fields_F8.data_ptr(), features, *lookup, *how, *part)
+        part = (*addresses("f", scratch), tiles * number // tasks, tiles * (number + 1) // tasks)
+        found[number] = kernel(*table, *lookup, *how, *part)
 
     return task, found
 
@@ -263,7 +263,7 @@ def _row_tasks(rows: RowArrays, call: LookupCall, out: Tensor) -> _Tasks:
         field = layout.tables.features[f]
         place = (codes.data_ptr() + field[F.CODES], meta.data_ptr() + 4 * field[F.META], *slots_of(cache))
         scratch, limit = np.empty(SCRATCH_ROW, dtype=np.float32), field[F.ROWS] if checked else _NO_LIMIT
-        where = (*addresses(ids_N, out), out.shape[1], _TARGET[dtype], scratch.ctypes.data)
+        where = (ids_N.data_ptr(), out.data_ptr(), out.shape[1], _TARGET[dtype], *addresses("f", scratch))
         found[number] = read_rows(*place, field[F.FORMAT], field[F.DIM], limit, *where, first, last)
 
     return task, found
@@ -284,11 +284,12 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     if mode == F.NONE:
         task, found = _row_tasks(rows, call, out)
     elif mode == F.MAX:
-        task, found = _tile_tasks(rows, call, batch, _reduce_tiles, _MAX, *addresses(out, winners), shape[1], _TARGET[dtype])
+        where = (out.data_ptr(), *addresses("i", winners), shape[1], _TARGET[dtype])
+        task, found = _tile_tasks(rows, call, batch, _reduce_tiles, _MAX, *where)
     else:
         weights = None if weights_N is None else weights_N.float().contiguous()
         streamed = dtype == torch.float32 and 4 * out.numel() >= STREAM_MIN_BYTES
-        how = (*addresses(weights), mode == F.MEAN, out.data_ptr(), shape[1], _TARGET[dtype], streamed)
+        how = (*addresses("f", weights), mode == F.MEAN, out.data_ptr(), shape[1], _TARGET[dtype], streamed)
         task, found = _tile_tasks(rows, call, batch, _pool_tiles, *how)
     threads.run(task, len(found))
     raise_if_bad(found, layout, ids_N, offsets)
@@ -299,11 +300,11 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
     call = LookupCall(as_int64(call.ids_N), as_int64(call.offsets), None, F.SUM)
     batch, grad = per_feature(rows.layout, call.offsets), grad_out.float().contiguous()
-    result_N = torch.empty(call.ids_N.numel())
+    result_N = torch.empty(call.ids_N.numel(), dtype=torch.float32)
     if batch == 0:
         raise_bad_offsets(call.offsets, call.ids_N.numel())
         return result_N
-    how = (_WEIGHT_GRADIENT, *addresses(result_N, grad), grad.shape[1], F.FP32)
+    how = (_WEIGHT_GRADIENT, *addresses("ff", result_N, grad), grad.shape[1], F.FP32)
     task, found = _tile_tasks(rows, call, batch, _reduce_tiles, *how)
     threads.run(task, len(found))
     raise_if_bad(found, rows.layout, call.ids_N, call.offsets)

@@ -353,7 +353,7 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
     tables, count, batch = layout.tables, ids_N.numel(), per_feature(layout, offsets)
     ids_N, offsets, grad_out = ids_N.contiguous(), offsets.contiguous(), grad_out.contiguous()
     errors = error_buffer(meta)
-    result_N = torch.zeros(count, device=meta.device)
+    result_N = torch.zeros(count, dtype=torch.float32, device=meta.device)
     if count == 0:
         return result_N
     groups = _groups(tables, False, cache is not None and cache.staged, False)

@@ -43,7 +43,7 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     ids_N, offsets, weights_N, mode, dtype, _ = call
     offsets, batch = offsets.long(), per_feature(layout, offsets)
     shaped = (layout.tables, ids_N, offsets, mode)
-    out = torch.zeros(output_shape(*shaped), device=codes.device)
+    out = torch.zeros(output_shape(*shaped), dtype=torch.float32, device=codes.device)
     winners = torch.full(winners_shape(*shaped), -1, dtype=torch.int32, device=codes.device)
     for f, field in enumerate(layout.tables.features):
         bags = offsets[f * batch : (f + 1) * batch + 1]
@@ -60,7 +60,7 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
             continue
         if weights_N is not None:
             values_ND = values_ND * weights_N[first:last, None].float()
-        pooled = torch.zeros(batch, dim, device=codes.device).index_add_(0, bag_N, values_ND)
+        pooled = torch.zeros(batch, dim, dtype=torch.float32, device=codes.device).index_add_(0, bag_N, values_ND)
         out[:, here] = pooled * bag_scale(bags, mode)[:, None]
     return out.to(dtype), winners
 
@@ -73,7 +73,7 @@ def bag_scale(bags: Tensor, mode: int) -> Tensor:
 
 def _largest(values_ND: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
     batch, dim = bags.numel() - 1, values_ND.shape[1]
-    best = torch.zeros(batch, dim, device=values_ND.device)
+    best = torch.zeros(batch, dim, dtype=torch.float32, device=values_ND.device)
     winner = torch.full((batch, dim), -1, dtype=torch.int32, device=values_ND.device)
     for b in range(batch):
         first, last = int(bags[b]), int(bags[b + 1])
@@ -87,7 +87,7 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
     """Gradient of per-sample weights (sum pooling): each id's row times the gradient of its bag."""
     (codes, meta, layout, cache), (ids_N, offsets) = rows, call[:2]
     offsets, batch = offsets.long(), per_feature(layout, offsets)
-    result_N = torch.zeros(ids_N.numel(), device=codes.device)
+    result_N = torch.zeros(ids_N.numel(), dtype=torch.float32, device=codes.device)
     for f, field in enumerate(layout.tables.features):
         bags = offsets[f * batch : (f + 1) * batch + 1]
         first, last, column, dim = int(bags[0]), int(bags[-1]), field[F.COLUMN], field[F.DIM]

@@ -134,12 +134,13 @@ def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, off
     if int(ends_F[0]) != 0 or int(ends_F[-1]) != count or bool((ends_F.diff() < 0).any()):
         raise_bad_offsets(offsets, count)
     rows_N = torch.empty_like(ids_N)
-    parts = (*addresses(words, counts, ids_N, offsets), batch, rows_N.data_ptr())
+    fields, *parts = addresses("qqiqq", fields_FM, words, counts, ids_N, offsets)
+    parts += (batch, *addresses("q", rows_N))
     bad: list[int] = []
 
     def task(first: int, last: int) -> None:
         places = np.empty(GROUP, dtype=np.int64)
-        position = _map(fields_FM.data_ptr(), features, *parts, places.ctypes.data, first, last)
+        position = _map(fields, features, *parts, *addresses("q", places), first, last)
         if position >= 0:
             bad.append(position)
 

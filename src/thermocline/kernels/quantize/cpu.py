@@ -63,14 +63,15 @@ def quantize_rows(values_ND: Tensor, format: int, clock: Tensor | None, rows_N: 
     meta_NW = torch.empty(count, F.META_WORDS[format], dtype=torch.int32)
     seed, step, names = 0, 0, None
     if clock is not None:
-        assert rows_N is not None
+        assert rows_N is not None and rows_N.numel() == count
         seed, step = clock.tolist()[: F.CLOCK_FIELDS]
         names = rows_N.to(torch.int64).contiguous()
-    where = (values_ND.data_ptr(), format, dim, *addresses(codes_NB, meta_NW, names), seed, step, names is not None)
+    values, codes, meta, numbers = addresses("fBiq", values_ND, codes_NB, meta_NW, names)
+    where = (values, format, dim, codes, meta, numbers, seed, step, names is not None)
 
     def task(first: int, last: int) -> None:
         scratch = np.empty(_SCRATCH, dtype=np.float32)
-        _write_rows(*where, scratch.ctypes.data, first, last)
+        _write_rows(*where, *addresses("f", scratch), first, last)
 
     threads.run_chunks(task, count, CHUNK)
     return codes_NB, meta_NW
@@ -81,8 +82,8 @@ def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) ->
     codes_NB, meta_NW, count = codes_NB.contiguous(), meta_NW.contiguous(), codes_NB.shape[0]
     if format == F.FP32:
         return codes_NB.view(torch.float32)
-    values_ND = torch.empty(count, dim)
-    table = (*addresses(codes_NB, meta_NW), 0, 0, format, dim, count)
-    where = (0, values_ND.data_ptr(), dim, F.FP32, 0)  # fp32 needs no scratch
+    values_ND = torch.empty(count, dim, dtype=torch.float32)
+    table = (*addresses("Bi", codes_NB, meta_NW), 0, 0, format, dim, count)
+    where = (0, *addresses("f", values_ND), dim, F.FP32, 0)  # fp32 needs no scratch
     threads.run_chunks(lambda first, last: read_rows(*table, *where, first, last), count, CHUNK)
     return values_ND

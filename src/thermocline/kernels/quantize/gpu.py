@@ -69,7 +69,7 @@ def quantize_rows(values_ND: Tensor, format: int, clock: Tensor | None, rows_N: 
 def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) -> Tensor:
     """(codes as bytes, meta words) -> fp32 rows."""
     count = codes_NB.shape[0]
-    values_ND = torch.empty((count, dim), device=codes_NB.device)
+    values_ND = torch.empty((count, dim), dtype=torch.float32, device=codes_NB.device)
     if count:
         block, block_h = tile_shape(format, dim)
         tile = _tile(block)

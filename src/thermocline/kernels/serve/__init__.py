@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from thermocline.errors import BadInput
 from thermocline.kernels.dispatch import implementation_for
 
 from .fields import ServedBags, ShardedTables
@@ -21,6 +23,8 @@ def gather_pool(placed: ShardedTables, bags: ServedBags, out: Tensor, fetch: Cal
     Returns:
         Lookups of each shard and of the overlay; empty on a GPU.
     """
+    if out.dtype != torch.float32 or not out.is_contiguous():
+        raise BadInput(f"answers are written to contiguous fp32, not {out.dtype}", parameter="out", value=out.dtype)
     further = () if fetch is None else (fetch,)
     tally_C: Tensor = implementation_for("serve", placed.fields_FN).gather_pool(placed, bags, out, *further)
     return tally_C

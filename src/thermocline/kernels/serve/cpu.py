@@ -187,14 +187,14 @@ def gather_pool(
     tallies = np.zeros((tasks, placed.shards + 1), dtype=np.int64)
     scratches = np.empty((tasks, 3 * GROUP), dtype=np.int64)
     table = (placed.fields_FN, placed.rotations, placed.words, placed.counts, placed.bases_FC, starts_F1, rows_N, addresses_N)
-    fields, *others = addresses(*table)
+    fields, *others = addresses("qBqiqqqq", *table)
 
     def find(n: int) -> None:
         span = (count * n // tasks, count * (n + 1) // tasks)
-        found[n] = _find(fields, placed.shards, *others, *addresses(tallies[n], scratches[n]), *span)
+        found[n] = _find(fields, placed.shards, *others, *addresses("qq", tallies[n], scratches[n]), *span)
 
     if tasks == 1:  # called from here: eight calls lead from the server to the kernel
-        found[0] = _find(fields, placed.shards, *others, *addresses(tallies, scratches), 0, count)
+        found[0] = _find(fields, placed.shards, *others, *addresses("qq", tallies, scratches), 0, count)
     else:
         threads.run(find, tasks)
     if min(found) < -1 or max(found) > -1:
@@ -202,8 +202,8 @@ def gather_pool(
     kept = None if fetch is None else fetch(addresses_N)
     weights = None if bags.weights_N is None else bags.weights_N.float().contiguous()
     targets_F2, total = as_int64(bags.target_F2), bags.total
-    what = addresses(placed.fields_FN, ends_F1, addresses_N, offsets, weights)
-    how = (bags.mode == F.MEAN, *addresses(out, targets_F2))
+    what = addresses("qqqqf", placed.fields_FN, ends_F1, addresses_N, offsets, weights)
+    how = (bags.mode == F.MEAN, *addresses("fq", out, targets_F2))
     if tasks == 1:
         _pool(*what, *how, 0, total)
     else:
@@ -222,9 +222,10 @@ class UnpooledLookup:
     def __init__(self, placed: ShardedTables, feature: int, tally_C: NDArray[np.int64]) -> None:
         self._alive = placed, tally_C  # addresses of both are used
         self._shards, self.dim = placed.shards, int(placed.fields_FN[feature, S.DIM])
-        others = addresses(placed.rotations, placed.words, placed.counts, placed.bases_FC[feature], _ROW_OFFSETS)
-        self._table = np.array([placed.fields_FN[feature].data_ptr(), placed.shards, *others])
-        self._at, self._tally = addresses(self._table, tally_C)
+        own = placed.fields_FN[feature], placed.bases_FC[feature]
+        fields, *others = addresses("qBqiqq", own[0], placed.rotations, placed.words, placed.counts, own[1], _ROW_OFFSETS)
+        self._table = np.array([fields, placed.shards, *others])
+        self._at, self._tally = addresses("qq", self._table, tally_C)
 
     def __call__(self, rows: int, count: int, out: int) -> bool:
         """Write at most `MAX_UNPOOLED_ROWS` rows, whose int64 numbers are at address `rows`, to the address `out`.
@@ -258,5 +259,5 @@ def _raise(placed: ShardedTables, rows_N: Tensor, starts_F1: Tensor, found: list
     row, limit = int(rows_N[position]), int(placed.fields_FN[feature, S.ROWS])
     if not 0 <= row < limit:
         raise IdOutOfRange(feature, position, row, limit)
-    shard_N, _ = locate(placed, feature, rows_N[position : position + 1], torch.tensor([position]))
+    shard_N, _ = locate(placed, feature, rows_N[position : position + 1], torch.tensor([position], dtype=torch.int64))
     raise ShardMissing(int(shard_N))

@@ -90,7 +90,7 @@ def gather_pool(placed: ShardedTables, bags: ServedBags, out: Tensor) -> Tensor:
         if bags.weights_N is not None:
             values_ND = values_ND * bags.weights_N[first:last, None].float()
         bag_N = bag_of_each(mine - first, last - first)
-        sums_BD = torch.zeros(len(mine) - 1, values_ND.shape[1]).index_add_(0, bag_N, values_ND)
+        sums_BD = torch.zeros(len(mine) - 1, values_ND.shape[1], dtype=torch.float32).index_add_(0, bag_N, values_ND)
         answers_BD = sums_BD * bag_scale(mine, bags.mode)[:, None]
         out.as_strided(answers_BD.shape, (pitch, 1), out.storage_offset() + at)[:] = answers_BD
     return tally_C

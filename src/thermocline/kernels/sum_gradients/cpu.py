@@ -56,7 +56,7 @@ def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_ou
     winners, pitch = winners.contiguous(), layout.tables.max_dim
     lookups, grad = sort_lookups(layout, *call[:4], grad_out)
     count, pieces = call.ids_N.numel(), lookups.pieces
-    keys = (lookups.keys_N.data_ptr(), lookups.bits, count)
+    keys = (*addresses("q", lookups.keys_N), lookups.bits, count)
     counts = [0] * pieces
 
     def count_task(number: int) -> None:
@@ -64,13 +64,13 @@ def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_ou
 
     threads.run(count_task, pieces)
     starts = list(accumulate(counts, initial=0))
-    rows_U, grads_UW = torch.empty(starts[-1], dtype=torch.int64), torch.empty(starts[-1], pitch)
+    rows_U, grads_UW = torch.empty(starts[-1], dtype=torch.int64), torch.empty(starts[-1], pitch, dtype=torch.float32)
     tables = np.array([(f[F.ROW], f[F.DIM]) for f in layout.tables.distinct] + [(1 << 62, 0)], dtype=np.int64)
-    arrays = (*lookups.places, *addresses(winners, grad, tables, rows_U, grads_UW), pitch)
+    arrays = (*lookups.places, *addresses("ifqqf", winners, grad, tables, rows_U, grads_UW), pitch)
 
     def sum_task(number: int) -> None:
         scratch = np.empty(F.MAX_DIM + PAD, dtype=np.float32)
-        _sum_rows(*keys, *arrays, scratch.ctypes.data, starts[number], number, pieces)
+        _sum_rows(*keys, *arrays, *addresses("f", scratch), starts[number], number, pieces)
 
     threads.run(sum_task, pieces)
     return rows_U, grads_UW

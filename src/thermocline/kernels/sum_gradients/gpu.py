@@ -290,14 +290,15 @@ def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_ou
     tables, count, device = layout.tables, call.ids_N.numel(), grad_out.device
     grad_out = grad_out.contiguous()
     if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=device), torch.empty((0, tables.max_dim), device=device)
+        no_grads = torch.empty((0, tables.max_dim), dtype=torch.float32, device=device)
+        return torch.empty(0, dtype=torch.int64, device=device), no_grads
     lookups = sort_lookups(layout, *call[:4], winners)
     keys_N, head_N = as_tensor(lookups.keys), torch.ones(count, dtype=torch.bool, device=device)
     torch.ne(keys_N[1:], keys_N[:-1], out=head_N[1:])
     rank = torch.cumsum(head_N, 0) - 1
     distinct = int((head_N & (keys_N < tables.rows)).sum())
     rows_U = torch.empty(distinct, dtype=torch.int64, device=device)
-    grads_UW = torch.zeros((distinct, tables.max_dim), device=device)
+    grads_UW = torch.zeros((distinct, tables.max_dim), dtype=torch.float32, device=device)
     for run in tables.runs:
         runs = prepare(lookups, grad_out, run, keys_N)
         block, block_h = tile_shape(run.format, run.dim)

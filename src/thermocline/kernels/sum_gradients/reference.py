@@ -16,7 +16,7 @@ def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_ou
     ids_N, weights_N, mode = call.ids_N, call.weights_N, call.mode
     offsets, batch = call.offsets.long(), per_feature(layout, call.offsets)
     max_dim = layout.tables.max_dim
-    grads_NW = torch.zeros(ids_N.numel(), max_dim, device=grad_out.device)
+    grads_NW = torch.zeros(ids_N.numel(), max_dim, dtype=torch.float32, device=grad_out.device)
     rows_N = torch.zeros(ids_N.numel(), dtype=torch.int64, device=grad_out.device)
     for f, field in enumerate(layout.tables.features):
         bags = offsets[f * batch : (f + 1) * batch + 1]
@@ -36,4 +36,5 @@ def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_ou
             grad_ND = grad_ND * weights_N[first:last, None].float()
         grads_NW[first:last, :dim] = grad_ND
     rows_U, inverse_N = torch.unique(rows_N, return_inverse=True)
-    return rows_U, torch.zeros(rows_U.numel(), max_dim, device=grad_out.device).index_add_(0, inverse_N, grads_NW)
+    grads_UW = torch.zeros(rows_U.numel(), max_dim, dtype=torch.float32, device=grad_out.device)
+    return rows_U, grads_UW.index_add_(0, inverse_N, grads_NW)

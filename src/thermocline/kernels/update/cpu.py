@@ -225,13 +225,14 @@ def _run(rows: RowArrays, optimizer: OptimizerArrays, call: Callable[[tuple[int,
     tables = np.array(layout.tables.distinct, dtype=np.int64)
     factors = step_constants(hyper.tolist())
     seed, step = clock.tolist()[: F.CLOCK_FIELDS]
-    state0, state1 = addresses(*states, None, None)[:2]
+    state0, state1 = addresses("ff", *[*states, None, None][:2])
+    arrays, constants = addresses("Biq", codes, meta, tables), addresses("f", factors)
     found = [_ALL_GOOD] * tasks
 
     def task(number: int) -> None:
         scratch = np.empty(_SCRATCH, dtype=np.float32)
-        where = (*addresses(codes, meta), *slots_of(cache), state0, state1, tables.ctypes.data, len(tables))
-        how = (kind, stochastic, *addresses(scratch, factors), seed, step)
+        where = (*arrays[:2], *slots_of(cache), state0, state1, arrays[2], len(tables))
+        how = (kind, stochastic, *addresses("f", scratch), *constants, seed, step)
         found[number] = call((*where, *how), number)
 
     threads.run(task, tasks)
@@ -254,7 +255,7 @@ def update_rows(
 
     def call(shared: tuple[int, ...], number: int) -> int:
         span = (number * _CHUNK, min((number + 1) * _CHUNK, count))
-        found: int = _update_rows(*shared, *addresses(rows_U, named_U, grads_UW), grads_UW.shape[1], _ALL_GOOD, *span)
+        found: int = _update_rows(*shared, *addresses("qqf", rows_U, named_U, grads_UW), grads_UW.shape[1], _ALL_GOOD, *span)
         return found
 
     _run(rows, optimizer, call, -(-count // _CHUNK))
@@ -275,10 +276,11 @@ def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, w
         refresh(codes, meta, cache, layout, lookups.keys_N, lookups.bits, lookups.pieces, optimizer.stochastic)
     winners = winners.contiguous()
     ends_N = torch.empty_like(lookups.keys_N)
-    keys = (lookups.keys_N.data_ptr(), lookups.bits, count, ends_N.data_ptr(), *lookups.places, *addresses(winners, grad))
+    keys, ends = addresses("qq", lookups.keys_N, ends_N)
+    pieces = (keys, lookups.bits, count, ends, *lookups.places, *addresses("if", winners, grad))
 
     def update(shared: tuple[int, ...], number: int) -> int:
-        found: int = _update_piece(*shared, *keys, _ALL_GOOD, number, lookups.pieces)
+        found: int = _update_piece(*shared, *pieces, _ALL_GOOD, number, lookups.pieces)
         return found
 
     _run(rows, optimizer, update, lookups.pieces)

@@ -47,11 +47,11 @@ class VerifyCase(NamedTuple):
             ids.append(torch.randint(0, field[F.ROWS], (sum(lengths[-bags:]),), generator=generator))
             if self.hot:
                 ids[-1][::2] = 1
-        ids_N, offsets = torch.cat(ids), torch.tensor([0, *lengths]).cumsum(0)
+        ids_N, offsets = torch.cat(ids), torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         if seed % 2:
             ids_N, offsets = ids_N.int(), offsets.int()
-        weights_N = torch.rand(ids_N.numel(), generator=generator) if weighted else None
-        grad = torch.randn(output_shape(tables, ids_N, offsets, mode), generator=generator)
+        weights_N = torch.rand(ids_N.numel(), dtype=torch.float32, generator=generator) if weighted else None
+        grad = torch.randn(output_shape(tables, ids_N, offsets, mode), dtype=torch.float32, generator=generator)
         return rows, LookupCall(ids_N, offsets, weights_N, mode), grad
 
 
@@ -67,7 +67,7 @@ def moved(value: Any, device: str) -> Any:
 
 def normal(seed: int, *shape: int) -> Tensor:
     """Normal random numbers."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
 
 
 def extreme_rows(rows: int, dim: int, seed: int = 0) -> Tensor:
@@ -113,12 +113,12 @@ def with_cache(rows: RowArrays, slots: int, policy: int, int8_slots: int) -> Row
     cache = Cache(
         values=normal(3, pool.fp32_slots * dim),
         near=torch.zeros(int8_slots * F.int8_slot_words(dim), dtype=torch.int32),
-        rows=torch.full((slots,), F.EMPTY),
+        rows=torch.full((slots,), F.EMPTY, dtype=torch.int64),
         scores=torch.zeros(slots, dtype=torch.int32),
         words=torch.zeros(slots, dtype=torch.int32),
         sketch=torch.zeros(4 * slots, dtype=torch.int32),
         ledger=torch.zeros(1, F.LEDGER_FIELDS, dtype=torch.int64),
-        clock=torch.tensor([43, 0]),
+        clock=torch.tensor([43, 0], dtype=torch.int64),
         steps=torch.zeros(1, dtype=torch.int64),
     )
     return rows._replace(layout=Layout.of(rows.layout.fields_F8, write_spec([field], [pool], policy)), cache=cache)
@@ -134,7 +134,7 @@ def make_optimizer(kind: int, rows: RowArrays) -> OptimizerArrays:
         hyper[field] = value
     hyper[F.BETA1_POWER] = hyper[F.BETA2_POWER] = 1.0
     states = [normal(n, size).abs() for n, size in enumerate(sizes)]
-    return OptimizerArrays(states, hyper, torch.tensor([41, 0]), kind)
+    return OptimizerArrays(states, hyper, torch.tensor([41, 0], dtype=torch.int64), kind)
 
 
 def make_gradients(rows: RowArrays, seed: int = 0) -> tuple[Tensor, Tensor]:

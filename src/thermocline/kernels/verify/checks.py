@@ -132,7 +132,7 @@ def _case(format: int, dims: tuple[int, ...], roundings: tuple[bool, ...] = ()) 
 def quantize(ours: Implementation, format: int, dims: tuple[int, ...], roundings: tuple[bool, ...]) -> CheckResult:
     def compare(dim: int, stochastic: bool) -> CheckResult:
         values_ND = cases.extreme_rows(63, dim)
-        seeds = (torch.tensor([2**40 + 7, 3]), torch.arange(63) + 2**33) if stochastic else (None, None)
+        seeds = (torch.tensor([2**40 + 7, 3], dtype=torch.int64), torch.arange(63) + 2**33) if stochastic else (None, None)
         expected = quantize_reference.quantize_rows(values_ND, format, *seeds)
         found = ours.of("quantize").quantize_rows(values_ND.to(ours.device), format, *moved(seeds, ours.device))
         words = f"D={dim} {_rounding(stochastic)}"
@@ -158,7 +158,8 @@ def rounding(ours: Implementation, format: int, dim: int, rows: int) -> CheckRes
     values_ND, rows_N = values_D.expand(rows, dim).contiguous().to(ours.device), torch.arange(rows, device=ours.device)
     kernels, rounded = ours.of("quantize"), []
     for step in (1, 2):
-        stored = kernels.quantize_rows(values_ND, format, torch.tensor([11, step], device=ours.device), rows_N)
+        clock = torch.tensor([11, step], dtype=torch.int64, device=ours.device)
+        stored = kernels.quantize_rows(values_ND, format, clock, rows_N)
         rounded.append(kernels.dequantize_rows(*stored, format, dim).cpu().double())
     if torch.equal(*rounded):
         return CheckResult("FAILED", "two steps rounded alike: the rounding is not stochastic")
@@ -288,7 +289,7 @@ def cache(ours: Implementation, format: int, dim: int, policy: int, int8_slots: 
     assert rows.cache is not None
     there = mine[0]._replace(cache=mine[0].cache._replace(steps=rows.cache.steps.clone()))  # which stays on the CPU
     for step in range(6):
-        seen_N = (torch.rand(40, generator=torch.Generator().manual_seed(step)) ** 2 * 63).long().sort()[0]
+        seen_N = (torch.rand(40, dtype=torch.float32, generator=torch.Generator().manual_seed(step)) ** 2 * 63).long().sort()[0]
         rows_U, counts_U = seen_N.unique(return_counts=True)
         grads_UW = cases.normal(step, rows_U.numel(), dim)
         update_reference.update_rows(*theirs, rows_U, grads_UW, counts_U)

@@ -43,7 +43,7 @@ def _connect(reader: torch.device, owner: torch.device) -> None:
     if not torch.cuda.can_device_access_peer(reader, owner):
         way_out = "use GPUs with peer access, or fewer of them"
         raise BadInput(f"{reader} cannot read the memory of {owner} directly; {way_out}", parameter="device")
-    torch.zeros(1, device=owner).to(reader)  # the first copy enables peer access
+    torch.zeros(1, dtype=torch.float32, device=owner).to(reader)  # the first copy enables peer access
 
 
 def fill(source: CheckpointSource, layout: ShardLayout, segments: Sequence[Tensor]) -> None:

@@ -63,7 +63,7 @@ def look_up_batch(version: TableVersion, requests: Sequence[ParsedRequest]) -> l
         else:
             batch = join_requests(version, own, mode)
             bags = batch.bags if version.device.type == "cpu" else batch.bags.to(version.device)
-            out = torch.empty(batch.size, device=version.device)
+            out = torch.empty(batch.size, dtype=torch.float32, device=version.device)
             version.look_up(bags, out)
             found = split_output(version, batch, own, out.cpu().numpy())
         for result, outputs in zip(results, found, strict=True):

@@ -255,7 +255,9 @@ def _make_placed(version: TableVersion) -> ShardedTables:
         codes.append([*each.codes_S, 0 if own is None else own.codes_S[0]])
         meta.append([*each.meta_S, 0 if own is None else own.meta_S[0]])
     segments = (*version.segments, None if overlay is None else overlay.segment)
-    fields_FN, codes_FC, meta_FC = (torch.tensor(each)[torch.tensor(version.tables)] for each in (fields, codes, meta))
+    fields_FN, codes_FC, meta_FC = (
+        torch.tensor(each, dtype=torch.int64)[torch.tensor(version.tables, dtype=torch.int64)] for each in (fields, codes, meta)
+    )
     return ShardedTables(
         layout.shards,
         tuple(sorted({(each.table.dim, each.table.format) for each in layout.tables})),
@@ -284,5 +286,5 @@ def _base_pointers(segments: Sequence[Tensor | RemoteSegment | None], offsets_FC
     """Addresses on a CPU; on a GPU, offsets from the first segment, because kernels add them to its pointer."""
     origin = 0 if device.type == "cpu" or segments[0] is None else segments[0].data_ptr()
     starts = [0 if segment is None else segment.data_ptr() - origin for segment in segments]
-    down_C = torch.tensor([segment is None for segment in segments])
-    return torch.where(down_C, 0, torch.tensor(starts) + offsets_FC)
+    down_C = torch.tensor([segment is None for segment in segments], dtype=torch.bool)
+    return torch.where(down_C, 0, torch.tensor(starts, dtype=torch.int64) + offsets_FC)
