@@ -9,7 +9,8 @@
         ├── BadGradient       a gradient that would turn a row into NaN or Inf
         └── FormatError       a file or buffer that is not what it claims to be
 
-Every mistake of a caller is a `ValueError`, and also what `torch.nn` raises for it, so that existing handlers work. Internal invariants are `assert`s.
+Every mistake of a caller is a `ValueError`; those that `torch.nn` knows are also of torch's type, for existing handlers.
+Internal invariants are `assert`s.
 A message names the numbers that disagree and the way out.
 """
 

@@ -1,7 +1,7 @@
 """PyTorch's own tests of `nn.Embedding` and `nn.EmbeddingBag` pass with Thermocline's modules, but for listed exceptions.
 
-The file is PyTorch's `test/nn/test_embedding.py`, which is not part of this repository: `THERMOCLINE_ZOO` names the folder that has
-it as `pytorch/test_embedding.py`. `torch_suite.py` adapts and runs it.
+The file is PyTorch's `test/nn/test_embedding.py`, which is not part of this repository: `THERMOCLINE_ZOO` names the folder that
+has it as `pytorch/test_embedding.py`. `torch_suite.py` adapts and runs it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class Group(NamedTuple):
 
 
 EXCEPTIONS = [
+    Group(
+        "failed",
+        ("test_embedding_bag_device_cpu_*", "test_embedding_bag_bfloat16_cpu_*"),
+        "gradients of rows are wrong under `torch.set_default_dtype(torch.float64)`",
+    ),
     Group(
         "failed",
         ("test_embedding_max_norm", "test_embedding_from_pretrained_options", "test_embeddingbag_from_pretrained_options"),
@@ -120,7 +125,8 @@ def test_every_exception_names_a_test(verdicts: dict[str, tuple[str, str]]) -> N
 
 
 def test_the_page_has_the_counts_and_the_exceptions(verdicts: dict[str, tuple[str, str]]) -> None:
-    counted = [f"| {sum(group_of(name) is group for name in verdicts)} | {group.verdict} | {group.reason} |" for group in EXCEPTIONS]
+    counts = [sum(group_of(name) is group for name in verdicts) for group in EXCEPTIONS]
+    counted = [f"| {count} | {verdict} | {reason} |" for count, (verdict, _, reason) in zip(counts, EXCEPTIONS, strict=True)]
     passed = sum(verdict == "passed" for verdict, _ in verdicts.values())
     page = PAGE.read_text()
     assert f"**{passed} of {len(verdicts)}**" in page
