@@ -15,6 +15,7 @@ from thermocline.errors import BadInput
 
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING_METHODS = {"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS)}
+_COPYING_METHODS = {"numpy", "__array__", "__deepcopy__", "__reduce_ex__"}  # torch refuses them where a gradient flows
 _WAY_OUT = "set rows with set_rows(ids, values), all of them with load_state_dict({'weight': values})"
 
 
@@ -34,6 +35,8 @@ class ReadOnlyTensor(Tensor):
         if any(isinstance(tensor, cls) for tensor in written):
             cls.refuse(name)
         source = next((tensor for tensor in args if isinstance(tensor, cls)), None)
+        if source is not None and name in _COPYING_METHODS:
+            args = (source.detach(), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*(tensor.as_subclass(Tensor) if isinstance(tensor, cls) else tensor for tensor in args), **kwargs)
             if source is None or type(out) is not Tensor or func is Tensor.as_subclass:
