@@ -129,7 +129,7 @@ class ShardedCollection(RowsModule):
         if agreed.differ:  # some ranks look up another batch than they prefetched: all ranks fetch again
             prefetched, (batch, exchange) = None, self._start(bags, None, trains)
             agreed = self._handshake(operation, exchange, has_next=agreed.has_next)
-        if trains and self.training:
+        if trains and self.training:  # a validation batch without no_grad does not count
             self.counter.add(bags)
         target = batch.destination(self.shard.fields_KF)
         if prefetched is not None:
