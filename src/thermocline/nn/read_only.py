@@ -1,8 +1,8 @@
 """Tensors that refuse in-place operations. `ReadOnlyWeight`, a copy of the rows, is what `module.weight` returns.
 
-`nn.init.xavier_uniform_(module.weight)` on an ordinary copy would change nothing, without an error, and a hook on its gradient
-would never run. Reading, arithmetic, indexing, `clone` and `numpy` work as on any tensor and return ordinary tensors; views of the
-copy stay read-only.
+`nn.init.xavier_uniform_(module.weight)` on an ordinary copy would change nothing, without an error, and a hook on its
+gradient would never run. Reading, arithmetic, indexing, `clone` and `numpy` work as on any tensor and return ordinary
+tensors; views of the copy stay read-only.
 """
 
 from __future__ import annotations
