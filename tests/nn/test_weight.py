@@ -39,6 +39,9 @@ def module() -> tc.Embedding:
         lambda w: setattr(w, "requires_grad", False),
         lambda w: torch.add(torch.ones(9, 4), 1.0, out=w),
         lambda w: torch.nn.utils.vector_to_parameters(torch.zeros(36), [w]),
+        lambda w: w.register_hook(torch.neg),
+        lambda w: w.register_post_accumulate_grad_hook(torch.neg),
+        lambda w: w.retain_grad(),
     ],
 )
 def test_writes_in_place_are_refused_and_change_nothing(module, write):

@@ -23,10 +23,10 @@ from thermocline.errors import BadGradient, BadInput, IdOutOfRange
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
+from thermocline.nn.backward_pass import UpdateOnce
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.id_maps import FeatureMaps
 from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
-from thermocline.nn.optimizer import UpdateOnce
 from thermocline.nn.prefetch import AT_ONCE, PrefetchedInput, prefetch_loop
 from thermocline.nn.rows_module import RowsModule, refuse_ddp
 from thermocline.plan.model import Plan, TablePlan
@@ -110,7 +110,7 @@ class ShardedCollection(RowsModule):
         """Look up a batch, with the input and output of `EmbeddingCollection.forward`. Collective."""
         if isinstance(input, PrefetchedInput):
             (input,) = input.arguments
-        trains = self.training and torch.is_grad_enabled() and self.placeholder.requires_grad
+        trains = torch.is_grad_enabled() and self.placeholder.requires_grad
         if self.row_index.unsharded:
             return self._forward_unsharded(input, trains)
         self.wait_for_exchange()
@@ -129,7 +129,7 @@ class ShardedCollection(RowsModule):
         if agreed.differ:  # some ranks look up another batch than they prefetched: all ranks fetch again
             prefetched, (batch, exchange) = None, self._start(bags, None, trains)
             agreed = self._handshake(operation, exchange, has_next=agreed.has_next)
-        if trains:
+        if trains and self.training:  # a validation batch without no_grad does not count
             self.counter.add(bags)
         target = batch.destination(self.shard.fields_KF)
         if prefetched is not None:
@@ -182,8 +182,9 @@ class ShardedCollection(RowsModule):
         self.state.meter.steps += trains
         offsets = feature_offsets(bags, len(self.features)) if self.mode == "none" else bags.offsets
         out = self.look_up(bags.ids_N, offsets, bags.weights_N, self.mode)
-        if trains:
+        if trains and self.training:
             self.counter.add(bags)
+        if trains:
             out.grad_fn.register_prehook(partial(self._check_not_migrated, self.state.context))  # type: ignore[union-attr]
         return self._output(out, bags)
 

@@ -82,7 +82,8 @@ def update_rows(
     """One optimizer step on distinct arena rows with their summed gradients, in place.
 
     Args:
-        seen_N: the arena row of every lookup, ascending, for the cache; by default one lookup for each of `rows_U`.
+        seen_N: the arena row of every lookup, ascending, for the cache; by default one lookup for each of `rows_U`. If it is
+            empty, the cache stays as it is.
         names_U: numbers of the rows for rounding bits and errors; by default their arena rows.
     """
     check_arrays(rows, optimizer)

@@ -87,6 +87,7 @@ class _WithBackward(torch.autograd.Function):
         ctx.mode = call.mode
         ctx.save_for_backward(call.ids_N, call.offsets, weights_N, winners)
         ctx.set_materialize_grads(False)
+        ctx.opened = None  # of a module: decides whether rows are updated at once or at the end of the pass
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -100,9 +101,11 @@ class _WithBackward(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             found_N = D.weight_gradient(rows, call, grad) if eager else traced(*_flat(rows), ids_N, offsets, grad, spec)
             weights_grad = found_N.to(weights_N.dtype)
-        if ctx.optimizer is not None and eager:
+        if ctx.optimizer is None or (ctx.opened is not None and ctx.opened.collects(call, winners, grad, eager)):
+            return weights_grad, None, None
+        if eager:
             D.update_bags(rows, ctx.optimizer, call, winners, grad)
-        elif ctx.optimizer is not None:
+        else:
             states, hyper, clock, kind, stochastic = ctx.optimizer
             how = (spec, call.mode, kind, stochastic)
             _OPS.update_bags.default(*_flat(rows), list(states), hyper, clock, *call[:3], winners, grad, *how)

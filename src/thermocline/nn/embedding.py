@@ -18,6 +18,7 @@ from thermocline.ids.idmap import IdMap
 from thermocline.rows.table_spec import check_sizes
 from thermocline.rows.training import lookup
 
+from .backward_pass import trained_weight
 from .config import AUTO, DEFAULT_CACHE, RowConfig, TableRequest, TorchArguments, check_rows, read_torch_arguments
 from .heat_profile import Heat, counts_of_one, read_heat
 from .id_maps import FeatureMaps, check_map
@@ -87,8 +88,15 @@ class _SingleTable(RowsModule):
 
     @property
     def weight(self) -> Tensor:
-        """A read-only copy of all rows, in the output type of the module. Change rows with `set_rows`."""
-        return self.read_table(0).to(self.dtype).as_subclass(ReadOnlyWeight)
+        """A read-only copy of all rows in the output type of the module, whose gradient updates them. Change rows with `set_rows`."""
+        copied = self._copy_rows().to(self.dtype)
+        return copied if torch.compiler.is_compiling() else copied.as_subclass(ReadOnlyWeight)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _copy_rows(self) -> Tensor:
+        """All rows, read outside of compiled graphs: their backward runs Python."""
+        copied = self.read_table(0)
+        return trained_weight(self.trained, copied) if self._trains() else copied
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":

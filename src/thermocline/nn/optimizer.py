@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.kernels import sum_row_gradients, update_rows, weight_gradient
+from thermocline.kernels import update_rows, weight_gradient
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.checks import check_arrays, check_lookup
 from thermocline.kernels.dispatch import implementation_for
-from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
 
-from .placeholder import PlaceholderParameter
+from .backward_pass import pending_of
+from .placeholder import PendingGradients, PlaceholderParameter
 
 _FIELDS = {"lr": (F.LR,), "eps": (F.EPS,), "betas": (F.BETA1, F.BETA2), "weight_decay": (F.WEIGHT_DECAY,)}
 
@@ -69,9 +69,12 @@ class Trained:
 
     def step(self) -> None:
         self.placeholder.end_step()
-        pending = self.placeholder.pending
-        if pending is None:
-            return
+        if self.placeholder.pending is not None:
+            self.placeholder.updates += 1
+            self.apply(self.placeholder.pending)
+
+    def apply(self, pending: PendingGradients) -> None:
+        """Take one optimizer step with these gradients."""
         arena = self.arena
         arena.before_write(pending.rows_U)
         seen_N = pending.seen_N.sort()[0] if arena.cache else None
@@ -80,31 +83,6 @@ class Trained:
     def forget(self) -> None:
         self.placeholder.end_step(stepped=False)
         self.placeholder.pending = None
-
-
-_current_pass = torch._C._current_graph_task_id  # the backward pass that runs, or -1
-
-
-class UpdateOnce:
-    """A hook before the backward of one lookup: a second pass through the same graph would update its rows twice."""
-
-    __slots__ = ("done", "lookup", "trained", "within")
-
-    def __init__(self, trained: Trained, ids: Tensor | None = None, offsets: Tensor | None = None) -> None:
-        """`ids` and `offsets` of the lookup; without them, the caller tells the arena which rows change."""
-        self.trained, self.done = trained, False
-        self.within = _current_pass()  # activation checkpointing looks up again inside of a backward pass
-        self.lookup = None if ids is None or offsets is None else (ids, offsets)
-
-    def __call__(self, grads: Any) -> None:
-        if self.done:
-            message = "a second backward through the same graph (retain_graph=True) would update rows twice; use update='step'"
-            raise BadInput(message, parameter="retain_graph", value=True)
-        self.trained.placeholder.begin_update(_current_pass() if self.within < 0 else self.within)
-        self.done = True
-        arena = self.trained.arena
-        if self.lookup is not None and arena.tracks_writes:
-            arena.before_write(arena_rows(arena.layout, *self.lookup))
 
 
 class FusedOptimizer(Optimizer):
@@ -186,8 +164,7 @@ class _WithDeferredBackward(torch.autograd.Function):
         call = LookupCall(ids_N, offsets, weights_N, ctx.mode)
         if ctx.needs_input_grad[1]:
             weights_grad = weight_gradient(arena.arrays, call, grad).to(weights_N.dtype)
-        sums = sum_row_gradients(arena.layout, call, winners, grad)
-        ctx.placeholder.accumulate(*sums, arena_rows(arena.layout, ids_N, offsets) if arena.cache else ids_N[:0])
+        ctx.placeholder.accumulate(pending_of(arena, call, winners, grad))
         return None, weights_grad, None
 
 

@@ -19,7 +19,8 @@ import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from thermocline.errors import BadInput
 
 from .read_only import ReadOnlyTensor
+
+if TYPE_CHECKING:
+    from .backward_pass import CollectedGradients
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # the one operation of GradScaler that changes gradients
 
@@ -42,12 +46,12 @@ class PendingGradients:
     seen_N: Tensor
     unscaled: bool = False
 
-    def plus(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> PendingGradients:
-        """The sum with gradients of another backward. A sum has at most two terms, so it is deterministic."""
-        merged_M, place = torch.unique(torch.cat([self.rows_U, rows_U]), return_inverse=True)
-        both = torch.cat([self.grads_UW, grads_UW])
+    def plus(self, other: PendingGradients) -> PendingGradients:
+        """The sum with other gradients. A sum has at most two terms, so it is deterministic."""
+        merged_M, place = torch.unique(torch.cat([self.rows_U, other.rows_U]), return_inverse=True)
+        both = torch.cat([self.grads_UW, other.grads_UW])
         sums_MW = both.new_zeros(merged_M.numel(), both.shape[1]).index_add_(0, place, both)
-        return PendingGradients(merged_M, sums_MW, torch.cat([self.seen_N, seen_N]))
+        return PendingGradients(merged_M, sums_MW, torch.cat([self.seen_N, other.seen_N]))
 
 
 class AppliedGradient(ReadOnlyTensor):
@@ -110,6 +114,9 @@ class PlaceholderParameter(nn.Parameter):
     hidden: bool  # whether an optimizer of torch is stepping, which skips the rows
     stepped: bool  # whether any optimizer with this parameter has stepped
     last_pass: int  # the backward pass that updated rows since the last step, or -1
+    updates: int  # of the rows, by backward passes or steps
+    open: set[int]  # reads of the rows whose backward may still run, by id()
+    passes: WeakValueDictionary[int, CollectedGradients]  # backward passes that update rows at their end
     has_fused_optimizer: bool
     skipped: bool  # whether an optimizer of torch has stepped while gradients were pending
 
@@ -119,6 +126,7 @@ class PlaceholderParameter(nn.Parameter):
         self: PlaceholderParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
         self.update, self.pending, self.stepped, self.last_pass = update, pending, False, -1
         self.hidden = self.has_fused_optimizer = self.skipped = False
+        self.updates, self.open, self.passes = 0, set(), WeakValueDictionary()
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -158,21 +166,24 @@ class PlaceholderParameter(nn.Parameter):
         """Mark the end of a step. Once an optimizer has stepped, only one backward pass may follow before the next step."""
         self.stepped, self.last_pass = self.stepped or stepped, -1
 
-    def begin_update(self, task: int) -> None:
+    def check_pass(self, task: int) -> None:
         """Raise if rows would change in a second backward pass of a step."""
         if self.stepped and self.last_pass not in (-1, task):
             message = (
                 "a second backward pass since the last step would update rows twice; accumulate with RowConfig(update='step')"
             )
             raise BadInput(message, parameter="update", value="backward")
-        self.last_pass = task
 
-    def accumulate(self, rows_U: Tensor, grads_UW: Tensor, seen_N: Tensor) -> None:
+    def begin_update(self, task: int) -> None:
+        """Mark that a backward pass updates rows."""
+        self.check_pass(task)
+        self.last_pass, self.updates = task, self.updates + 1
+
+    def accumulate(self, new: PendingGradients) -> None:
         """Add gradients of distinct rows to those that are pending."""
         self.hidden = False  # a step that raised would leave it set
         self._warn_if_skipped()
-        new = (rows_U, grads_UW, seen_N)
-        self.pending = PendingGradients(*new) if self.pending is None else self.pending.plus(*new)
+        self.pending = new if self.pending is None else self.pending.plus(new)
 
     def skip_step(self) -> None:
         """Hide the gradient from the step of an optimizer of torch."""

@@ -1,7 +1,8 @@
 """Tensors that refuse in-place operations. `ReadOnlyWeight`, a copy of the rows, is what `module.weight` returns.
 
-`nn.init.xavier_uniform_(module.weight)` on an ordinary copy would change nothing, without an error. Reading, arithmetic,
-indexing, `clone` and `numpy` work as on any tensor and return ordinary tensors; views of the copy stay read-only.
+`nn.init.xavier_uniform_(module.weight)` on an ordinary copy would change nothing, without an error, and a hook on its
+gradient would never run. Reading, arithmetic, indexing, `clone` and `numpy` work as on any tensor and return ordinary
+tensors; views of the copy stay read-only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from thermocline.errors import BadInput
 
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITING_METHODS = {"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS)}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}  # they would be those of a copy
+_COPYING_METHODS = {"numpy", "__array__", "__deepcopy__", "__reduce_ex__"}  # torch refuses them where a gradient flows
 _WAY_OUT = "set rows with set_rows(ids, values), all of them with load_state_dict({'weight': values})"
 
 
@@ -34,6 +37,8 @@ class ReadOnlyTensor(Tensor):
         if any(isinstance(tensor, cls) for tensor in written):
             cls.refuse(name)
         source = next((tensor for tensor in args if isinstance(tensor, cls)), None)
+        if source is not None and name in _COPYING_METHODS:
+            args = (source.detach(), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*(tensor.as_subclass(Tensor) if isinstance(tensor, cls) else tensor for tensor in args), **kwargs)
             if source is None or type(out) is not Tensor or func is Tensor.as_subclass:
@@ -56,8 +61,8 @@ def refuse_assignment() -> None:
 
 
 def _writes(name: str) -> bool:
-    """Whether the function of torch of this name changes its first argument."""
-    return name in _WRITING_METHODS if name.startswith("__") else name.endswith("_")
+    """Whether the function of torch of this name changes its first argument, or what its gradient does."""
+    return name in _WRITING_METHODS if name.startswith("__") else name.endswith("_") or name in _HOOKS
 
 
 def _flat(first: tuple[Any, ...]) -> list[Any]:

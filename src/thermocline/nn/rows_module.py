@@ -15,7 +15,7 @@ The arrays of the arena are neither parameters nor buffers, because casts such a
     tables                   sizes and precisions as text (uint8), compared on loading
     ids                      id maps as text, compared on loading; none where ids are rows
 
-A lookup trains if gradients are enabled, the module is in training mode and its placeholder parameter requires a gradient.
+A lookup trains if gradients are enabled and the placeholder parameter requires a gradient, also in eval(), as in torch.
 Otherwise a backward through its output changes no row.
 """
 
@@ -38,12 +38,13 @@ from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.memory import MemoryUsage, pin
 from thermocline.rows.training import Trainer
 
+from .backward_pass import OpenLookup
 from .config import RowConfig, TableRequest, make_arena
 from .device_moves import as_integers, check_keeps, move_tensors
 from .heat_profile import heat_of
 from .id_maps import FeatureMaps, difference, maps_as_text
 from .inputs import Given, check_integers, check_is_tensor
-from .optimizer import FusedOptimizer, Trained, UpdateOnce, deferred_lookup, deferred_lookup_uncompiled
+from .optimizer import FusedOptimizer, Trained, deferred_lookup, deferred_lookup_uncompiled
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
 
@@ -94,12 +95,17 @@ class RowsModule(nn.Module):
             self._fused = FusedOptimizer([self.trained])
         return self._fused
 
+    def _trains(self) -> bool:
+        """Whether the backward of what is read now updates rows."""
+        trains = torch.is_grad_enabled() and self.trained.placeholder.requires_grad
+        if trains and DistributedDataParallel._active_ddp_module is not None:
+            refuse_ddp()
+        return trains
+
     def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
         """Look up rows of all features (see `rows.lookup`), to be trained by backward or, with update="step", later."""
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
-        trains = self.training and torch.is_grad_enabled() and self.trained.placeholder.requires_grad
-        if trains and DistributedDataParallel._active_ddp_module is not None:
-            refuse_ddp()
+        trains = self._trains()
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
         try:
             rows = ids if maps is None else maps(ids, offsets)
@@ -112,7 +118,7 @@ class RowsModule(nn.Module):
             else:
                 out = ops.lookup(arena.arrays, call, trainer.arrays, trainer.placeholder)
                 if not torch.compiler.is_compiling():
-                    out.grad_fn.register_prehook(UpdateOnce(self.trained, rows, offsets))  # type: ignore[union-attr]
+                    out.grad_fn.opened = OpenLookup(self.trained)  # type: ignore[union-attr]
                 elif arena.tracks_writes:
                     arena.before_write(arena_rows(arena.layout, rows, offsets))  # no Python runs in its backward
         except IdOutOfRange as error:

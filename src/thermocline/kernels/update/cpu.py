@@ -250,7 +250,7 @@ def update_rows(
     named_U = rows_U if names_U is None else names_U.contiguous()
     count = rows_U.numel()
     seen_N = rows_U if seen_N is None else seen_N.to(torch.int64)
-    if cache is not None and count and refresh_due(cache, layout.tables.policy, seen_N.numel()):
+    if cache is not None and seen_N.numel() and refresh_due(cache, layout.tables.policy, seen_N.numel()):
         refresh(codes, meta, cache, layout, _by_pool(seen_N, layout), 0, tasks_for(seen_N.numel()), optimizer.stochastic)
 
     def call(shared: tuple[int, ...], number: int) -> int:

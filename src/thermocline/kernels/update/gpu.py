@@ -239,7 +239,8 @@ def update_rows(
     lookups = SortedLookups(rows_U, none, none, none, none, none, none, 1)
     if cache is not None:
         keys_N = rows_U if seen_N is None else seen_N.contiguous()
-        refresh(codes, meta, cache, layout, keys_N, optimizer.stochastic, seen_N is None)
+        if keys_N.numel():
+            refresh(codes, meta, cache, layout, keys_N, optimizer.stochastic, seen_N is None)
     names_U = None if names_U is None else names_U.contiguous()
     _launch_updates(lookups, rows, optimizer, grads_UW.contiguous(), names_U)
 
