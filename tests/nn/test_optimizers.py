@@ -1,4 +1,4 @@
-"""The fused optimizers against torch's with the same hyperparameters, on batches with repeated ids and gradients of all sizes."""
+"""The fused optimizers against torch's with the same hyperparameters: repeated ids, gradients of all sizes."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ class FormulaRowwiseAdagrad(torch.optim.Optimizer):
 def test_rows_train_as_with_torch_and_the_same_hyperparameters(ours_by, theirs_by, size):
     torch.manual_seed(0)
     theirs = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True)
-    ours = tc.EmbeddingBag.from_pretrained(
-        theirs.weight, False, mode="sum", rows=tc.RowConfig("fp32", optimizer=ours_by)
-    )
+    ours = tc.EmbeddingBag.from_pretrained(theirs.weight, False, mode="sum", rows=tc.RowConfig("fp32", optimizer=ours_by))
     optimizer = theirs_by(theirs.parameters())
     for _ in range(9):
         ids_BL, factors_BD = torch.randint(ROWS, (19, 4)), size * torch.randn(19, DIM)
