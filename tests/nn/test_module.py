@@ -310,7 +310,7 @@ def test_a_model_whose_gradients_wait_is_compiled_in_pieces():
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 
-def test_training_inside_ddp_raises_and_the_way_out_works(tmp_path: Path):
+def test_rows_that_would_diverge_between_ranks_are_refused(tmp_path: Path):
     script = Path(__file__).with_name("ddp_rank.py")
     ranks = [subprocess.Popen([sys.executable, script, str(rank), tmp_path]) for rank in range(2)]
     assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]

@@ -43,6 +43,7 @@ from .device_moves import as_integers, check_keeps, move_tensors
 from .heat_profile import heat_of
 from .id_maps import FeatureMaps, difference, maps_as_text
 from .inputs import Given, check_integers, check_is_tensor
+from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
 from .optimizer import FusedOptimizer, Trained, UpdateOnce, deferred_lookup, deferred_lookup_uncompiled
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
@@ -100,6 +101,8 @@ class RowsModule(nn.Module):
         trains = self.training and torch.is_grad_enabled() and self.trained.placeholder.requires_grad
         if trains and DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp()
+        if trains and not self.rows.independent and (count := ranks()) > 1:
+            refuse_unsharded(count)
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
         try:
             rows = ids if maps is None else maps(ids, offsets)
@@ -254,6 +257,10 @@ class RowsModule(nn.Module):
 
     # -- nn.Module ----------------------------------------------------------------------------------------------------------
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_placeholder(name, value)
+        super().__setattr__(name, value)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
         check_keeps(fn, self.arena.device)
         move = as_integers(fn)
@@ -372,11 +379,3 @@ def _misfit(name: str, tensor: Tensor, value: Tensor) -> str:
     cached = "the version of this package that saved it, or load its rows as `weight`"
     way = cached if name.startswith("cache_") else "the optimizer it was saved with"
     return f"the saved array is {saved}, the module's {here}; build the module with {way}"
-
-
-def refuse_ddp() -> None:
-    raise BadInput(
-        "each rank updates rows from its own batch, so copies under DistributedDataParallel would diverge; wrap only the dense "
-        "part of the model, and shard the rows with thermocline.shard_, or freeze them (requires_grad_(False))",
-        parameter="module",
-    )
