@@ -161,6 +161,24 @@ def test_tables_can_be_made_for_another_device_and_output():
     assert two["a"].arena.device.type == "meta" and two["a"].dtype == torch.float16
 
 
+def test_a_model_on_meta_is_converted_and_then_materialized():
+    with torch.device("meta"):
+        new = nn.ModuleDict({"a": nn.Embedding(31, 6, padding_idx=2), "top": nn.Linear(6, 1)})
+    report = tc.convert_(new, tc.RowConfig("fp32", optimizer=tc.SGD(lr=0.1)))
+    assert report.tables[0].bytes_after == 31 * 6 * 4 and new["a"].arena.device.type == "meta"
+    new.to_empty(device="cpu")
+    for module in new.modules():  # as FSDP's param_init_fn does
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    rows = new["a"].get_rows(torch.arange(31))
+    assert not rows[2].any() and rows.std() > 0.5
+    new["top"](new["a"](torch.tensor([2, 5]))).sum().backward()
+    changed = (new["a"].get_rows(torch.arange(31)) != rows).any(1)
+    assert changed.nonzero()[:, 0].tolist() == [5]
+    with pytest.raises(tc.IdOutOfRange, check=has(table="a")):
+        new["a"](torch.tensor([31]))
+
+
 def test_keywords_of_bags_are_refused_before_anything_changes():
     two = nn.ModuleDict({"bag": nn.EmbeddingBag(9, 4), "each": nn.Embedding(9, 4)})
     with pytest.raises(TypeError, check=mentions("'mode'")):

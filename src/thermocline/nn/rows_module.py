@@ -39,7 +39,7 @@ from thermocline.rows.memory import MemoryUsage, pin
 from thermocline.rows.training import Trainer
 
 from .config import RowConfig, TableRequest, make_arena
-from .device_moves import as_integers, check_keeps, move_tensors
+from .device_moves import as_integers, check_keeps, materialize, move_tensors
 from .heat_profile import heat_of
 from .id_maps import FeatureMaps, difference, maps_as_text
 from .inputs import Given, check_integers, check_is_tensor
@@ -262,6 +262,8 @@ class RowsModule(nn.Module):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
+        if materialize(self, fn):  # to_empty, from the meta device
+            return self
         check_keeps(fn, self.arena.device)
         move = as_integers(fn)
         self.arena.unstage()  # staged rows are found by distances between arrays
