@@ -44,6 +44,7 @@ PUBLIC_NAMES = {
     "make_plan",
     "replan",
     "resume",
+    "revert_",
     "save",
     "save_async",
     "shard_",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from thermocline.nn.config import RowConfig
     from thermocline.nn.convert import convert_
     from thermocline.nn.embedding import Embedding, EmbeddingBag
+    from thermocline.nn.revert import revert_
     from thermocline.nn.rows_module import fused_optimizer
     from thermocline.plan.make import make_plan
     from thermocline.plan.model import Plan
@@ -35,7 +36,7 @@ __all__ = [
     "PRECISIONS", "SGD", "Adagrad", "Adam", "Arena", "BadGradient", "BadInput", "Embedding", "EmbeddingBag",
     "EmbeddingCollection", "FormatError", "IdMap", "IdOutOfRange", "Plan", "RowConfig", "RowwiseAdagrad", "Table", "TableSpec",
     "ThermoclineError", "Trainer", "__version__", "bytes_per_row", "convert_", "fused_optimizer", "load", "load_into", "lookup",
-    "make_plan", "replan", "resume", "save", "save_async", "shard_", "synchronize", "unify",
+    "make_plan", "replan", "resume", "revert_", "save", "save_async", "shard_", "synchronize", "unify",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -76,6 +76,7 @@ def test_a_model_that_was_built_from_numbers_of_numpy_can_be_saved(tmp_path):
         ("policy", "mru", {}),
         ("residency", "disk", {}),
         ("update", "later", {}),
+        ("independent", 1, {}),
     ],
 )
 def test_a_row_config_refuses_values_of_another_type_or_range(name, value, others):

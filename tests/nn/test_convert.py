@@ -161,6 +161,24 @@ def test_tables_can_be_made_for_another_device_and_output():
     assert two["a"].arena.device.type == "meta" and two["a"].dtype == torch.float16
 
 
+def test_a_model_on_meta_is_converted_and_then_materialized():
+    with torch.device("meta"):
+        new = nn.ModuleDict({"a": nn.Embedding(31, 6, padding_idx=2), "top": nn.Linear(6, 1)})
+    report = tc.convert_(new, tc.RowConfig("fp32", optimizer=tc.SGD(lr=0.1)))
+    assert report.tables[0].bytes_after == 31 * 6 * 4 and new["a"].arena.device.type == "meta"
+    new.to_empty(device="cpu")
+    for module in new.modules():  # as FSDP's param_init_fn does
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    rows = new["a"].get_rows(torch.arange(31))
+    assert not rows[2].any() and rows.std() > 0.5
+    new["top"](new["a"](torch.tensor([2, 5]))).sum().backward()
+    changed = (new["a"].get_rows(torch.arange(31)) != rows).any(1)
+    assert changed.nonzero()[:, 0].tolist() == [5]
+    with pytest.raises(tc.IdOutOfRange, check=has(table="a")):
+        new["a"](torch.tensor([31]))
+
+
 def test_keywords_of_bags_are_refused_before_anything_changes():
     two = nn.ModuleDict({"bag": nn.EmbeddingBag(9, 4), "each": nn.Embedding(9, 4)})
     with pytest.raises(TypeError, check=mentions("'mode'")):
@@ -194,6 +212,92 @@ def test_a_name_changes_nothing_but_words(precision):
 def test_a_model_that_is_an_embedding_cannot_be_replaced_in_place():
     with pytest.raises(tc.BadInput, check=has(parameter="model", value="Embedding")):
         tc.convert_(nn.Embedding(3, 4))
+
+
+class QuotientRemainderEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_q, self.weight_r = nn.Parameter(torch.randn(9, 4)), nn.Parameter(torch.randn(5, 4))
+
+
+def test_tables_of_other_kinds_are_listed_as_left_alone():
+    other = nn.ModuleDict({"qr": QuotientRemainderEmbedding(), "plain": nn.Embedding(900, 16)})
+    report = tc.convert_(other)
+    left = {t.name: (t.rows, t.dim, t.bytes_before, t.bytes_after) for t in report.tables if t.skipped}
+    assert left == {"qr.weight_q": (9, 4, 144, 144), "qr.weight_r": (5, 4, 80, 80)}
+    assert "QuotientRemainderEmbedding" in report.tables[1].skipped
+
+
+def test_a_model_that_was_converted_before_is_reported_and_left_alone():
+    twice = nn.ModuleDict({"a": nn.Embedding(900, 16)})
+    first = tc.convert_(twice)
+    was = twice["a"]
+    (again,) = tc.convert_(twice).tables
+    assert twice["a"] is was and again.skipped and (again.name, again.rows, again.dim) == ("a", 900, 16)
+    assert again.bytes_before == again.bytes_after == first.bytes_after
+
+
+def test_a_table_that_grows_is_warned_of():
+    report = tc.convert_(nn.ModuleDict({"narrow": nn.Embedding(900, 1), "wide": nn.Embedding(900, 16)}))
+    narrow, wide = report.tables
+    assert narrow.bytes_after > narrow.bytes_before and len(narrow.warnings) == 1 and not wide.warnings
+    assert "warning: narrow" in str(report).splitlines()[-1]
+
+
+class Regularized(nn.Module):
+    """Keeps parameters as DeepCTR's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(900, 16), nn.Embedding(900, 16)
+        self.top = nn.Linear(16, 1)
+        self.regularization_weight = [([self.user.weight], 0.0, 1e-5), (list(self.top.named_parameters()), 0.0, 1e-5)]
+        self.by_name = {"item": [self.item]}
+        self.optim = torch.optim.Adam([self.item.weight, *self.top.parameters()])
+
+
+def test_lists_and_optimizers_that_hold_the_old_weight_are_warned_of():
+    report = tc.convert_(Regularized())
+    user, item = (table.warnings for table in report.tables)
+    assert len(user) == 1 and "regularization_weight" in user[0]
+    assert len(item) == 2 and "by_name" in item[0] and "Adam" in item[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+def test_revert_gives_torchs_modules_back_with_the_rows_of_now(precision):
+    new, ids_B = model(), torch.tensor([0, 2, 8, 2])
+    tc.convert_(new, tc.RowConfig(precision, optimizer=tc.SGD(lr=0.1)))
+    new(ids_B).sum().backward()
+    rows = {name: m.get_rows(torch.arange(m.num_embeddings)) for name, m in new.named_modules() if hasattr(m, "get_rows")}
+    out = new(ids_B).detach()
+    report = tc.revert_(new)
+    assert [t.name for t in report.tables] == list(rows) == ["user", "words.0", "words.1", "frozen"]
+    for name, rows_RD in rows.items():
+        plain = new.get_submodule(name)
+        assert type(plain) in (nn.Embedding, nn.EmbeddingBag) and plain.weight.dtype == torch.float32
+        assert torch.equal(plain.weight, rows_RD) and plain.weight.requires_grad == (name != "frozen")
+    assert new.user.padding_idx == 2 and new.words[0].mode == "sum" and new.words[1].include_last_offset
+    torch.testing.assert_close(new(ids_B), out)
+    assert report.bytes_after == sum(4 * rows_RD.numel() for rows_RD in rows.values())
+
+
+def test_revert_keeps_mode_type_and_sharing():
+    half = nn.ModuleDict({"a": nn.Embedding(9, 6)}).half().eval()
+    half["b"] = half["a"]
+    tc.convert_(half)
+    assert len(tc.revert_(half).tables) == 1
+    assert type(half["a"]) is nn.Embedding and half["a"] is half["b"]
+    assert half["a"].weight.dtype == torch.float16 and not half["a"].training
+
+
+def test_revert_refuses_what_torch_cannot_express_and_changes_nothing():
+    two = nn.ModuleDict({"a": tc.Embedding(9, 4), "b": tc.Embedding(9, 4, ids=tc.IdMap.hashed(9, salt=1))})
+    with pytest.raises(tc.BadInput, check=has(parameter="ids", module="b")):
+        tc.revert_(two)
+    assert isinstance(two["a"], tc.Embedding)
+    for wrong in (two["a"], [two]):
+        with pytest.raises(tc.BadInput, check=has(parameter="model")):
+            tc.revert_(wrong)
 
 
 def test_a_model_without_embeddings_is_told_so():

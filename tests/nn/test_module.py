@@ -133,18 +133,50 @@ def test_casts_change_the_output_and_nothing_that_is_stored(dtype, update, cast)
     [
         ("cpu", lambda m: m.to("meta")),
         ("cpu", lambda m: m.to_empty(device="cpu")),
-        ("meta", lambda m: m.to_empty(device="cpu")),
     ],
-    ids=["to meta", "emptied", "from meta"],
+    ids=["to meta", "emptied"],
 )
 def test_a_move_that_brings_no_values_is_refused_before_anything_moves(built, move):
     model = nn.Sequential(bag(device=built))
     with pytest.raises(tc.BadInput, check=has(parameter="device")):
         move(model)
     assert model[0].arena.device.type == built == model[0].placeholder.device.type
-    if built == "cpu":
-        assert equal(model[0], bag())
+    assert equal(model[0], bag())
     assert bag(device="meta").half().dtype == torch.float16
+
+
+def table(device: str) -> tc.EmbeddingCollection:
+    tables = [tc.Table("a", 31, 6, ids=tc.IdMap.hashed(31)), tc.Table("b", 9, 4, features=("c", "d"))]
+    return tc.EmbeddingCollection(tables, rows=tc.RowConfig("int4", cache=0.2), device=device, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: tc.EmbeddingBag(31, 6, mode="max", include_last_offset=True, padding_idx=3, device=device),
+        lambda device: tc.Embedding(31, 6, ids=tc.IdMap.hashed(31), rows=tc.RowConfig("int8", update="step"), device=device),
+        table,
+    ],
+    ids=["EmbeddingBag", "Embedding", "EmbeddingCollection"],
+)
+def test_a_module_on_meta_is_materialized_by_to_empty_and_reset_parameters(make):
+    torch.manual_seed(0)
+    wanted = make("cpu")
+    model = nn.Sequential(make("meta")).eval()
+    model[0].requires_grad_(False)
+    assert model.to_empty(device="cpu") is model
+    assert not model[0].training and not model[0].placeholder.requires_grad
+    torch.manual_seed(0)
+    model[0].reset_parameters()
+    assert repr(model[0]) == repr(wanted) and model[0].dtype == wanted.dtype
+    assert equal(model[0], wanted) and model[0].fused_optimizer.param_groups[0]["params"][0] is model[0].placeholder
+    model[0].requires_grad_(True)
+    ids = torch.ones(5, 3, dtype=torch.int64)
+    for module in (model[0].train(), wanted):
+        out = module(ids)
+        (out if isinstance(out, torch.Tensor) else out.values()).float().sum().backward()
+        module.fused_optimizer.step()
+    assert equal(model[0], wanted)
 
 
 def test_what_was_freed_before_is_not_taken_for_values_that_came_along():
@@ -310,7 +342,7 @@ def test_a_model_whose_gradients_wait_is_compiled_in_pieces():
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 
-def test_training_inside_ddp_raises_and_the_way_out_works(tmp_path: Path):
+def test_rows_that_would_diverge_between_ranks_are_refused(tmp_path: Path):
     script = Path(__file__).with_name("ddp_rank.py")
     ranks = [subprocess.Popen([sys.executable, script, str(rank), tmp_path]) for rank in range(2)]
     assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]

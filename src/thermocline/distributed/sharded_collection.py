@@ -27,8 +27,9 @@ from thermocline.nn.backward_pass import UpdateOnce
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.id_maps import FeatureMaps
 from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
+from thermocline.nn.many_ranks import refuse_ddp
 from thermocline.nn.prefetch import AT_ONCE, PrefetchedInput, prefetch_loop
-from thermocline.nn.rows_module import RowsModule, refuse_ddp
+from thermocline.nn.rows_module import RowsModule
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.memory import MemoryUsage
 from thermocline.rows.training import raise_pending, synchronize

@@ -6,6 +6,7 @@
     EmbeddingCollection, Table   many tables in one module; `unify` makes one table of several
     RowConfig                    how rows are stored and trained
     convert_, from_torchrec      modules of an existing model; `KeyedCollection` keeps TorchRec's input and output
+    revert_                      torch's modules back
     fused_optimizer              the optimizer of all rows of a model
 """
 
@@ -18,18 +19,20 @@ from thermocline._lazy import lazy_exports
 if TYPE_CHECKING:
     from .collection import EmbeddingCollection, Table, unify
     from .config import RowConfig
-    from .convert import ConversionReport, ConvertedTable, convert_
+    from .conversion_report import ConversionReport, ConvertedTable
+    from .convert import convert_
     from .embedding import Embedding, EmbeddingBag
     from .inputs import Pooled, Unpooled
     from .optimizer import FusedOptimizer
     from .prefetch import PrefetchedInput
+    from .revert import revert_
     from .rows_module import fused_optimizer
     from .torchrec import KeyedCollection, from_torchrec, to_torchrec
 
 __all__ = [
     "ConversionReport", "ConvertedTable", "Embedding", "EmbeddingBag", "EmbeddingCollection", "FusedOptimizer",
     "KeyedCollection", "Pooled", "PrefetchedInput", "RowConfig", "Table", "Unpooled", "convert_", "from_torchrec",
-    "fused_optimizer", "to_torchrec", "unify",
+    "fused_optimizer", "revert_", "to_torchrec", "unify",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

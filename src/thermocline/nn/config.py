@@ -56,6 +56,7 @@ class RowConfig:
         staged: room on the GPU for prefetched rows, with residency "host": a share of the rows (float) or bytes ("2GiB").
         update: "backward" updates rows in the backward pass; "step" keeps their gradients for `fused_optimizer.step()`.
         seed: seed of stochastic rounding, an int of 64 bits.
+        independent: whether ranks of a job may train unsharded rows: each its own copy, which then differ. Default: refused.
 
     Raises:
         BadInput: a field has a wrong type or value; `error.parameter` names it.
@@ -75,6 +76,7 @@ class RowConfig:
     staged: float | str | None = None
     update: str = "backward"
     seed: int = 0
+    independent: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("update", UPDATES), ("policy", F.POLICIES), ("residency", ("device", "host"))):
@@ -85,6 +87,8 @@ class RowConfig:
         if not (isinstance(self.seed, Integral) and -(1 << 63) <= self.seed < 1 << 63):
             _refuse("seed", self.seed, "use an int of 64 bits")
         object.__setattr__(self, "seed", int(self.seed))
+        if not isinstance(self.independent, bool):
+            _refuse("independent", self.independent, "use True or False")
         object.__setattr__(self, "cache", _size("cache", self.cache))
         object.__setattr__(self, "staged", _size("staged", self.staged))
         if self.budget is not None:

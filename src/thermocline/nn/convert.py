@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,10 +13,10 @@ from torch import nn
 from thermocline.errors import BadInput
 from thermocline.formats import MAX_DIM
 from thermocline.kernels.checks import largest
-from thermocline.rows.memory import times_smaller
 from thermocline.rows.precision import format_of
 
 from .config import AUTO, RowConfig, TableRequest, TorchArguments, check_rows, choose_tiers, read_torch_arguments
+from .conversion_report import ConversionReport, ConvertedTable, other_holders, other_tables, table_warnings
 from .embedding import Embedding, EmbeddingBag
 from .rows_module import RowsModule
 
@@ -24,71 +24,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Found: TypeAlias = "Sequence[tuple[str, nn.EmbeddingBag | nn.Embedding]]"
-
-
-@dataclass(frozen=True)
-class ConvertedTable:
-    """One embedding of a converted model.
-
-    Attributes:
-        name: name of the module.
-        rows: number of rows.
-        dim: columns of a row.
-        bytes_before: bytes of the weight before the conversion.
-        bytes_after: bytes of rows and cache after it.
-        skipped: why the embedding was not replaced; empty if it was.
-
-    Example::
-
-        [table.name for table in thermocline.convert_(model).tables if table.skipped]
-    """
-
-    name: str
-    rows: int
-    dim: int
-    bytes_before: int
-    bytes_after: int
-    skipped: str = ""
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """What `convert_` did, for `print`. Bytes are those of rows and cache, without optimizer state.
-
-    Attributes:
-        tables: the embeddings of the model.
-
-    Example::
-
-        report = thermocline.convert_(model)
-        report.bytes_before / report.bytes_after  # times smaller
-    """
-
-    tables: tuple[ConvertedTable, ...]
-
-    @property
-    def bytes_before(self) -> int:
-        return sum(table.bytes_before for table in self.tables)
-
-    @property
-    def bytes_after(self) -> int:
-        return sum(table.bytes_after for table in self.tables)
-
-    def to_dict(self) -> dict[str, Any]:
-        totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
-        return {"tables": [asdict(table) for table in self.tables], **totals}
-
-    def __str__(self) -> str:
-        if not self.tables:
-            return "nothing to convert: the model has no nn.EmbeddingBag and no nn.Embedding"
-        lines = [("table", "rows", "dim", "bytes before", "after", "")]
-        for t in self.tables:
-            note = f"left alone: {t.skipped}" if t.skipped else times_smaller(t.bytes_before / t.bytes_after, 1)
-            lines.append((t.name, f"{t.rows:,}", str(t.dim), f"{t.bytes_before:,}", f"{t.bytes_after:,}", note))
-        lines.append(("all", "", "", f"{self.bytes_before:,}", f"{self.bytes_after:,}", ""))
-        name, *numbers = (max(map(len, column)) for column in list(zip(*lines, strict=True))[:5])
-        padded = ([line[0].ljust(name), *map(str.rjust, line[1:5], numbers), line[5]] for line in lines)
-        return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def convert_(
@@ -110,7 +45,8 @@ def convert_(
         torch_arguments: `device` of the new tables, and `dtype` of their output; by default those of the old.
 
     Returns:
-        A report of each embedding, with its bytes.
+        A report of each embedding, with its bytes and warnings: it grew, or lists and optimizers hold its old weight. It also
+        lists tables that were converted before, and 2-D parameters of embedding modules of other kinds.
 
     Raises:
         BadInput: a pattern matches no embedding, or a table does not suit its config. The model is unchanged then.
@@ -131,15 +67,21 @@ def convert_(
         if not reasons[id(module)]:
             _check(name, module, configs[id(module)])
     report: list[ConvertedTable] = []
+    others, holders = other_tables(model), other_holders(model)
     done: dict[int, nn.Module] = {}
     for name, module in found:
         if id(module) not in done:
             reason = reasons[id(module)]
             done[id(module)] = module if reason else _replacement(name, module, configs[id(module)], torch_arguments)
-            report.append(_line(name, module, done[id(module)], reason))
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, done[id(module)])
-    return ConversionReport(tuple(report))
+            report.append(_line(name, module, done[id(module)], reason, holders[id(module.weight)]))
+        put_module(model, name, done[id(module)])
+    return ConversionReport((*report, *others))
+
+
+def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replace the submodule of this name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def _configs(rows: RowConfig | Mapping[str, RowConfig], names: Sequence[str]) -> dict[str, RowConfig | None]:
@@ -235,7 +177,10 @@ def _replacement(name: str, module: nn.EmbeddingBag | nn.Embedding, rows: RowCon
     return new.train(module.training)
 
 
-def _line(name: str, old: nn.EmbeddingBag | nn.Embedding, new: nn.Module, reason: str) -> ConvertedTable:
+def _line(
+    name: str, old: nn.EmbeddingBag | nn.Embedding, new: nn.Module, reason: str, holders: list[str]
+) -> ConvertedTable:  # fmt: skip
     before = old.weight.numel() * old.weight.element_size()
     after = new.arena.memory().total if isinstance(new, RowsModule) else before
-    return ConvertedTable(name, old.num_embeddings, old.embedding_dim, before, after, reason)
+    warnings = () if reason else table_warnings(before, after, holders)
+    return ConvertedTable(name, old.num_embeddings, old.embedding_dim, before, after, reason, warnings)

@@ -1,16 +1,18 @@
 """Moves of the arrays of a module between devices, by the functions that `nn.Module._apply` gets (`.to`, `.half`, `.cuda`).
 
 Floats are shown to such a function as integers of the same size, so that it changes their device and not their values.
+`to_empty` of a module on the meta device builds its arrays anew, with rows of zeros: layout and cache need more than memory.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thermocline.errors import BadInput
 from thermocline.kernels.layout import Layout
@@ -41,6 +43,23 @@ def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
             setattr(held, name, [move(item) if isinstance(item, Tensor) else item for item in value])
         elif type(value).__module__.startswith(_OURS) and hasattr(value, "__dict__"):
             move_tensors(value, move)
+
+
+def materialize(module: Any, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Give a module on the meta device new arrays, with rows of zeros, where `to_empty` moves it; False for other moves."""
+    device = torch.device("meta")
+    if module.arena.device == device:
+        device = fn(torch.empty(0, dtype=torch.int64, device=device)).device
+    if device.type == "meta":
+        return False
+    names = [name for name in signature(type(module).__init__).parameters if name not in ("self", "torch_arguments")]
+    arguments = {name: getattr(module, name) for name in names if name != "ids" or module.maps is not None}
+    new = type(module).without_values(**arguments, device=device, dtype=module.dtype)
+    new.arena.rename([table.name for table in module.arena.tables], getattr(module, "features", ()))
+    new.placeholder.requires_grad_(module.placeholder.requires_grad)
+    kept = {name: value for name, value in vars(module).items() if name in vars(nn.Module()) and name != "_parameters"}
+    vars(module).update({**vars(new), **kept})
+    return True
 
 
 def check_keeps(fn: Callable[[Tensor], Tensor], device: torch.device) -> None:

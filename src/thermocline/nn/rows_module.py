@@ -40,11 +40,16 @@ from thermocline.rows.training import Trainer
 
 from .backward_pass import OpenLookup
 from .config import RowConfig, TableRequest, make_arena
-from .device_moves import as_integers, check_keeps, move_tensors
+from .device_moves import as_integers, check_keeps, materialize, move_tensors
 from .heat_profile import heat_of
 from .id_maps import FeatureMaps, difference, maps_as_text
 from .inputs import Given, check_integers, check_is_tensor
+<<<<<<< HEAD
 from .optimizer import FusedOptimizer, Trained, deferred_lookup, deferred_lookup_uncompiled
+=======
+from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
+from .optimizer import FusedOptimizer, Trained, UpdateOnce, deferred_lookup, deferred_lookup_uncompiled
+>>>>>>> w-convert
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
 
@@ -105,7 +110,15 @@ class RowsModule(nn.Module):
     def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
         """Look up rows of all features (see `rows.lookup`), to be trained by backward or, with update="step", later."""
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
+<<<<<<< HEAD
         trains = self._trains()
+=======
+        trains = self.training and torch.is_grad_enabled() and self.trained.placeholder.requires_grad
+        if trains and DistributedDataParallel._active_ddp_module is not None:
+            refuse_ddp()
+        if trains and not self.rows.independent and (count := ranks()) > 1:
+            refuse_unsharded(count)
+>>>>>>> w-convert
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
         try:
             rows = ids if maps is None else maps(ids, offsets)
@@ -260,7 +273,13 @@ class RowsModule(nn.Module):
 
     # -- nn.Module ----------------------------------------------------------------------------------------------------------
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_placeholder(name, value)
+        super().__setattr__(name, value)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
+        if materialize(self, fn):  # to_empty, from the meta device
+            return self
         check_keeps(fn, self.arena.device)
         move = as_integers(fn)
         self.arena.unstage()  # staged rows are found by distances between arrays
@@ -378,11 +397,3 @@ def _misfit(name: str, tensor: Tensor, value: Tensor) -> str:
     cached = "the version of this package that saved it, or load its rows as `weight`"
     way = cached if name.startswith("cache_") else "the optimizer it was saved with"
     return f"the saved array is {saved}, the module's {here}; build the module with {way}"
-
-
-def refuse_ddp() -> None:
-    raise BadInput(
-        "each rank updates rows from its own batch, so copies under DistributedDataParallel would diverge; wrap only the dense "
-        "part of the model, and shard the rows with thermocline.shard_, or freeze them (requires_grad_(False))",
-        parameter="module",
-    )

@@ -86,7 +86,7 @@ class SGD(RowOptimizer):
 
 @dataclass(frozen=True)
 class Adagrad(RowOptimizer):
-    """Adagrad, column by column: s += g^2; w -= lr * g / (sqrt(s) + eps).
+    """Adagrad, column by column: s += g^2; w -= lr * g / (sqrt(s) + eps). Equals `torch.optim.Adagrad`.
 
     Args:
         lr: learning rate.
@@ -108,11 +108,11 @@ class Adagrad(RowOptimizer):
 
 @dataclass(frozen=True)
 class RowwiseAdagrad(RowOptimizer):
-    """Row-wise Adagrad, with one s a row: s += mean(g^2); w -= lr * g / (sqrt(s) + eps).
+    """Row-wise Adagrad, with one s a row: s += mean(g^2); w -= lr * g / (sqrt(s) + eps). Equals FBGEMM's.
 
     Args:
         lr: learning rate.
-        eps: term that keeps the denominator above 0.
+        eps: term that keeps the denominator above 0. The default is FBGEMM's; DLRM's RWSAdagrad uses 1e-10.
 
     Raises:
         BadInput: a number is missing, negative or too large; `error.parameter` names it.
@@ -130,7 +130,7 @@ class RowwiseAdagrad(RowOptimizer):
 
 @dataclass(frozen=True)
 class Adam(RowOptimizer):
-    """Adam over the rows that were looked up, with decoupled weight decay.
+    """Adam over the rows that were looked up: `torch.optim.SparseAdam`, with decoupled weight decay.
 
     Args:
         lr: learning rate.

@@ -25,7 +25,8 @@ from .cache_slots import saved_pools, shards_layout
 from .manifest import ModuleEntry, PoolEntry, TableEntry
 
 _OPTIMIZERS: dict[str, type[RowOptimizer]] = {F.OPTIMIZERS[kind.code]: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam)}
-_ROW_FIELDS = ("precision", "cache", "budget", "policy", "residency", "update", "seed", "staged")
+_ROW_FIELDS = ("precision", "cache", "budget", "policy", "residency", "update", "seed", "staged", "independent")
+_LATER = ("staged", "independent")  # fields that are saved where they are set: older versions do not know them
 _KINDS: dict[str, type[RowsModule]] = {kind.__name__: kind for kind in (EmbeddingCollection, EmbeddingBag, Embedding)}
 
 
@@ -83,7 +84,7 @@ def _stored(module: RowsModule, table: int) -> tuple[str, tuple[str, ...], int]:
 
 def module_entry(found: NamedModule) -> ModuleEntry:
     module, rows = found.module, found.module.rows
-    settings = {field: getattr(rows, field) for field in _ROW_FIELDS if field != "staged" or rows.staged is not None}
+    settings = {field: getattr(rows, field) for field in _ROW_FIELDS if field not in _LATER or getattr(rows, field)}
     settings |= {"precision": _plain(rows.precision), "dtype": str(module.dtype)[6:]}
     if isinstance(module, (EmbeddingCollection, ShardedCollection)):
         own: Sequence[Table | TableEntry] = found.tables if isinstance(module, ShardedCollection) else module.tables

@@ -17,15 +17,15 @@ _ZERO = np.float32(0)
 _INFINITY_BITS = 0x7F800000
 
 # Fields of `step_constants`.
-_LR, _EPS, _BETA1, _BETA2, _REST1, _REST2, _SIZE, _ROOT, _KEPT = range(9)
+_LR, _EPS, _BETA1, _BETA2, _REST1, _REST2, _SIZE, _KEPT = range(8)
 
 
 def step_constants(hyper: list[float]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """fp32 constants of a step, from the `hyper` tensor: computed in double and rounded once, as the reference does."""
     lr, eps, beta1, beta2, decay, power1, power2 = hyper
     # The powers are 1 before the first step and without betas; nothing reads the quotient then.
-    size = lr / (1 - power1) if power1 != 1 else 0.0
-    values = [lr, eps, beta1, beta2, 1 - beta1, 1 - beta2, size, np.sqrt(1 - power2), 1 - lr * decay]
+    size = lr * np.sqrt(1 - power2) / (1 - power1) if power1 != 1 else 0.0
+    values = [lr, eps, beta1, beta2, 1 - beta1, 1 - beta2, size, 1 - lr * decay]
     return np.array(values, dtype=np.float64).astype(np.float32)
 
 
@@ -45,7 +45,7 @@ def _adam(e: Emit, w: Any, g: Any, s: Any, t: Any, hyper: Any) -> None:
     second = e.load_f32(t) * number[_BETA2] + (grad * grad) * number[_REST2]
     e.store(s, first)
     e.store(t, second)
-    step = number[_SIZE] * (first / (second.sqrt() / number[_ROOT] + number[_EPS]))
+    step = number[_SIZE] * (first / (second.sqrt() + number[_EPS]))
     e.store(w, e.load_f32(w) * number[_KEPT] - step)
 
 

@@ -68,10 +68,9 @@ def _step(
         first = tl.load(first_state + at, mask=mask, other=0.0) * beta1.to(tl.float32) + grad * (1.0 - beta1).to(tl.float32)
         second = tl.load(second_state + at, mask=mask, other=0.0) * beta2.to(tl.float32)
         second = second + (grad * grad) * (1.0 - beta2).to(tl.float32)
-        size = (lr64 / (1.0 - tl.load(hyper + _POWER1))).to(tl.float32)
-        root = tl.sqrt(1.0 - tl.load(hyper + _POWER2)).to(tl.float32)
+        size = (lr64 * tl.sqrt(1.0 - tl.load(hyper + _POWER2)) / (1.0 - tl.load(hyper + _POWER1))).to(tl.float32)
         kept = weight * (1.0 - lr64 * tl.load(hyper + _DECAY)).to(tl.float32)
-        return kept - size * tl.div_rn(first, tl.div_rn(tl.sqrt_rn(second), root) + eps), first, second
+        return kept - size * tl.div_rn(first, tl.sqrt_rn(second) + eps), first, second
 
 
 @triton.jit

@@ -61,10 +61,9 @@ def step(
     beta1, beta2 = hyper[F.BETA1].float(), hyper[F.BETA2].float()
     first_ND = states[0] * beta1 + grad_ND * (1 - hyper[F.BETA1]).float()
     second_ND = states[1] * beta2 + (grad_ND * grad_ND) * (1 - hyper[F.BETA2]).float()
-    size = (hyper[F.LR] / (1 - hyper[F.BETA1_POWER])).float()
-    root = (1 - hyper[F.BETA2_POWER]).sqrt().float()
+    size = (hyper[F.LR] * (1 - hyper[F.BETA2_POWER]).sqrt() / (1 - hyper[F.BETA1_POWER])).float()
     kept_ND = weight_ND * (1 - hyper[F.LR] * hyper[F.WEIGHT_DECAY]).float()
-    return kept_ND - size * (first_ND / (square_root(second_ND) / root + eps)), [first_ND, second_ND]
+    return kept_ND - size * (first_ND / (square_root(second_ND) + eps)), [first_ND, second_ND]
 
 
 def update_rows(
