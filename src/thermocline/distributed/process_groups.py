@@ -272,6 +272,14 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return found
 
 
+def broadcast_object(value: Any) -> Any:
+    """The value of rank 0. Collective."""
+    found = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
 def _make_groups(nodes: int, local_size: int, device: torch.device, comm_thread: CommThread) -> Iterator[RankGroup]:
     """All ranks, the ranks of this node, and the ranks with this local rank."""
     grid = torch.arange(nodes * local_size).view(nodes, local_size)
