@@ -38,6 +38,7 @@ def save_async(
     optimizers: Optimizers = None,
     progress: Mapping[str, Any] | None = None,
     incremental: bool = False,
+    keep: int = 1,
 ) -> BackgroundSave:
     """Save a model as it is now, while training continues.
 
@@ -51,6 +52,7 @@ def save_async(
         optimizers: as in `save`.
         progress: as in `save`.
         incremental: as in `save`.
+        keep: as in `save`.
 
     Returns:
         A handle: `wait()` returns when the save is durable, or raises its error; `done` tells whether it has ended.
@@ -65,9 +67,9 @@ def save_async(
     """
     modules = [module for module in model.modules() if isinstance(module, RowsModule)]
     if any(module.arena.codes.device != module.arena.device for module in modules):
-        save(model, folder, optimizers=optimizers, progress=progress, incremental=incremental)
+        save(model, folder, optimizers=optimizers, progress=progress, incremental=incremental, keep=keep)
         return BackgroundSave(None)
-    return BackgroundSave(begin_save(model, folder, optimizers, progress, incremental, background=True))
+    return BackgroundSave(begin_save(model, folder, optimizers, progress, incremental, keep, background=True))
 
 
 class BackgroundSave:

@@ -208,7 +208,7 @@ class HeatProfile:
         return sha256(replace(self, created=""))
 
     def is_named_by(self, sha256: str) -> bool:
-        """Whether a plan that names its heat by this sha256 was made with this profile. Plans of version 0.1 hashed `created`."""
+        """Whether a plan that names its heat so was made with this profile. Plans of version 0.1 hashed `created`, too."""
         from .heat_file import sha256 as with_time
 
         return sha256 == self.sha256 or sha256 == with_time(self)
