@@ -289,7 +289,7 @@ def _make_groups(nodes: int, local_size: int, device: torch.device, comm_thread:
 
 def _make_group(partition: list[list[int]], local_size: int, device: torch.device, comm_thread: CommThread) -> RankGroup:
     """The group of a partition of all ranks that this rank belongs to. Every rank creates every group."""
-    rank, made = dist.get_rank(), [dist.new_group(ranks, timeout=_timeout(device)) for ranks in partition]
+    rank, made = dist.get_rank(), [dist.new_group(ranks, timeout=group_timeout(device)) for ranks in partition]
     at = next(n for n, ranks in enumerate(partition) if rank in ranks)
     ranks = tuple(partition[at])
     links: list[LinkClass] = [
@@ -298,7 +298,7 @@ def _make_group(partition: list[list[int]], local_size: int, device: torch.devic
     return RankGroup(ranks, ranks.index(rank), tuple(links), made[at], comm_thread, device)
 
 
-def _timeout(device: torch.device) -> timedelta | None:
+def group_timeout(device: torch.device) -> timedelta:
     """The timeout of the default group; new groups would get the default of the backend."""
     assert dist.group.WORLD is not None
     try:
@@ -309,7 +309,7 @@ def _timeout(device: torch.device) -> timedelta | None:
             "model to its GPU before shard_, or use gloo",
             parameter="device", value=str(device),
         ) from None  # fmt: skip
-    timeout: timedelta | None = getattr(options, "_timeout", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.constants.default_pg_timeout)
     return timeout
 
 
