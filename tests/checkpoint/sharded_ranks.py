@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -209,6 +210,17 @@ def no_waiting_for_steps() -> Iterator[None]:
         yield
     finally:
         ShardedCollection.wait_for_exchange = wait
+
+
+def resume_damaged(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> Any:
+    """Resume where the last save is damaged; what was warned of, and the rows then and of the save before."""
+    model, dense, _ = made(plan, heat, {})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        assert tc.resume(folder, model, optimizers=dense) == {}
+    then = slots_and_rows(model)[2]
+    tc.load_into(model, folder, optimizers=dense, save=2)
+    return [str(each.message) for each in told if "from save 2" in str(each.message)], then, slots_and_rows(model)[2]
 
 
 def fail_in_the_background(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str, what: str) -> Any:

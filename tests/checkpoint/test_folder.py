@@ -109,6 +109,16 @@ def test_a_save_leaves_a_running_compaction_alone(tmp_path):
     assert len(saves_in(tmp_path)) == 1
 
 
+def test_a_save_that_was_being_removed_is_no_save(tmp_path):
+    subfolder, _ = folders.begin_save_folder(tmp_path)
+    (subfolder / "state.safetensors").write_text("")
+    folders._release(subfolder)
+    subfolder.rename(tmp_path / f"removed-{subfolder.name}")  # and then the process was killed
+    assert tc.resume(tmp_path, bag_of(1)) is None
+    tc.save(bag_of(2), tmp_path)
+    assert first_value(tc.load(tmp_path)) == 2 and len(list(tmp_path.iterdir())) == 2
+
+
 # -- a lost manifest --------------------------------------------------------------------------------------------------------
 
 

@@ -220,6 +220,15 @@ def test_all_ranks_hear_at_once_of_a_rank_that_cannot_write(on_ranks, tmp_path, 
     Checkpoint.open(tmp_path / "saved").verify()
 
 
+def test_all_ranks_resume_from_the_same_save_if_the_last_is_damaged(on_ranks, tmp_path):
+    on_ranks("save_a_chain", 3, plan_q(3, "int8"), HEAT, {}, str(tmp_path / "chain"))
+    (damaged, *_) = (tmp_path / "chain").glob("save-000003-*/rows-0001-*")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    for told, then, before in on_ranks("resume_damaged", 2, plan_q(2, "int8"), HEAT, str(tmp_path / "chain")):
+        assert len(told) == 1 and damaged.name in told[0]
+        assert all(np.array_equal(one, other) for one, other in zip(then, before, strict=True))
+
+
 @pytest.mark.parametrize("dying", [0, 1])
 def test_waiting_for_a_rank_that_was_killed_ends_and_names_it(tmp_path, dying):
     script = [sys.executable, str(Path(__file__).parent / "dying_saver.py"), str(tmp_path / "store")]

@@ -119,6 +119,8 @@ class BackgroundSave:
                 try:
                     job.write(background=True)
                 except Exception as error:
+                    if job.ranks.rank and watch.failure_of(0) is not None:  # rank 0 has removed the files
+                        raise _abandoned(job, watch) from error
                     with contextlib.suppress(ThermoclineError, OSError):
                         report_failure(job.subfolder, job.ranks.rank, str(error))
                     raise
@@ -150,9 +152,13 @@ def _is_published(job: SaveJob, watch: RankWatch) -> bool:
     if now is not None and job.token in [save.token for save in now.saves]:
         return True
     if not pending:
-        reason = watch.failure_of(0) or "its error has the reason"
-        raise ThermoclineError(f"rank 0 abandoned the save to '{job.folder}': {reason}")
+        raise _abandoned(job, watch)
     return False
+
+
+def _abandoned(job: SaveJob, watch: RankWatch) -> ThermoclineError:
+    reason = watch.failure_of(0) or "its error has the reason"
+    return ThermoclineError(f"rank 0 abandoned the save to '{job.folder}': {reason}")
 
 
 def _poll(ready: Callable[[], bool], watch: RankWatch, others: Sequence[int]) -> None:

@@ -38,7 +38,8 @@ class RankWatch:
         self._timeout = group_timeout(ranks.groups.device).total_seconds()
         self._beat = min(_BEAT, self._timeout / 10)
         self._kept = dist.distributed_c10d._get_default_store()  # rank 0 may serve it, also after destroy_process_group
-        self._stores = [self._kept.clone(), self._kept.clone()]  # the main thread may wait on the first connection
+        clone = getattr(self._kept, "clone")  # noqa: B009 (not in torch's stubs)
+        self._stores = [clone(), clone()]  # the main thread may wait on the first connection
         self._seen: dict[int, tuple[int, float]] = {}  # count of a rank, and when it was new
         self._looked = -self._beat
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from thermocline.errors import BadInput, ThermoclineError
@@ -309,7 +310,7 @@ def group_timeout(device: torch.device) -> timedelta:
             "model to its GPU before shard_, or use gloo",
             parameter="device", value=str(device),
         ) from None  # fmt: skip
-    timeout: timedelta = getattr(options, "_timeout", dist.constants.default_pg_timeout)
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout
 
 

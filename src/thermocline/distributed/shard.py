@@ -262,7 +262,9 @@ def _read_inputs(
 ) -> tuple[Plan, HeatProfile | None]:
     """Plan and heat of rank 0. Raises on all ranks if another rank was given others. Collective."""
     failed: Exception | None = None
-    plan, profile, inputs = None, None, {"reduce": reduce}
+    plan: Plan | None = None
+    profile: HeatProfile | None = None
+    inputs = {"reduce": reduce}
     try:
         plan = given if given is None or isinstance(given, Plan) else Plan.load(given)
         profile = heat if heat is None or isinstance(heat, HeatProfile) else HeatProfile.load(heat)

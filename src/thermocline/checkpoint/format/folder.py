@@ -39,6 +39,7 @@ from .tensor_files import explain_write_errors
 
 _PART = NAME + ".part"
 _SAVE = re.compile(r"save-(\d{6,})-[0-9a-f]{8}")
+_REMOVED = "removed-"  # begins the names of saves that are being removed
 SAVING, COMPACTING = "save.lock", "compact.lock"
 _HELD: dict[Path, IO[str]] = {}  # lock files of this process
 
@@ -71,13 +72,15 @@ def begin_save_folder(folder: Path) -> tuple[Path, Manifest | None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # another job may begin a save at the same time
         before = current_manifest(folder)
         names = sorted(entry.name for entry in folder.iterdir())
-        others = [name for name in names if name not in (NAME, _PART) and not _SAVE.fullmatch(name)]
+        others = [name for name in names if name not in (NAME, _PART) and not _SAVE.fullmatch(name.removeprefix(_REMOVED))]
         if before is None and others:
             raise BadInput(
                 f"'{folder}' holds other files ({', '.join(others[:3])}); give an empty or a new folder",
                 parameter="folder", path=folder, files=others,
             )  # fmt: skip
         (folder / _PART).unlink(missing_ok=True)
+        for path in folder.glob(f"{_REMOVED}save-*"):
+            shutil.rmtree(path, ignore_errors=True)
         for name in leftovers(folder, before):
             if _is_locked(folder / name / SAVING):
                 raise BadInput(
@@ -119,13 +122,12 @@ def _release(subfolder: Path) -> None:
 
 
 def discard(subfolder: Path) -> None:
-    """Remove a save that is not published; the lock file last, as without it the save would look complete."""
-    for path in subfolder.iterdir() if subfolder.exists() else ():
-        if path.suffix != ".lock":
-            path.unlink(missing_ok=True)
+    """Remove a save under another name: no rank can write to it any more, and what is left after a kill looks like no save."""
+    gone = subfolder.with_name(_REMOVED + subfolder.name)
     with contextlib.suppress(OSError):  # the next save tries again
-        _release(subfolder)
-        shutil.rmtree(subfolder)
+        subfolder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+    _release(subfolder)
 
 
 def publish(
@@ -149,7 +151,7 @@ def publish(
         _release(subfolder)
     kept = _subfolders(manifest).union(*_chains(folder, keep or 1))
     for name in _subfolders(before) - _subfolders(manifest) if keep is None else set(published(folder)) - kept:
-        shutil.rmtree(folder / name, ignore_errors=True)  # the next save tries again
+        discard(folder / name)
     return manifest
 
 
@@ -183,7 +185,7 @@ def leftovers(folder: Path, manifest: Manifest | None) -> list[str]:
 
 def published(folder: Path) -> list[str]:
     """Subfolders of saves that ended, oldest first."""
-    found = []
+    found: list[str] = []
     names = filter(_SAVE.fullmatch, os.listdir(folder) if folder.is_dir() else [])
     for name in sorted(names, key=lambda name: (int(name.split("-")[1]), name)):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
