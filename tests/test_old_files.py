@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,11 @@ def test_old_heat_file_opens():
             counted["hottest"],
         )
         assert [sha256(table.ids_H), sha256(table.counts_H)] == counted["sha256"]
+
+
+def test_old_plan_is_of_the_old_heat_file():
+    heat, plan = HeatProfile.load(FILES / "heat.tc"), Plan.load(FILES / "plan.json")
+    assert heat.is_named_by(plan.heat) and not replace(heat, source="another log").is_named_by(plan.heat)
 
 
 def test_old_plan_opens_with_every_field():

@@ -7,9 +7,12 @@ import io
 import pickle
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,11 +20,12 @@ import torch.distributed as dist
 from cases import Model, batches, dense_part, exact_loss, sizes_of
 
 import thermocline as tc
+from thermocline.checkpoint import background_save, save_job
 from thermocline.checkpoint.copy_budget import CopyBudget
 from thermocline.checkpoint.format import sections
 from thermocline.checkpoint.format.saved_cache import SavedCache
 from thermocline.checkpoint.save_job import SaveJob
-from thermocline.distributed.process_groups import ProcessGroups
+from thermocline.distributed.process_groups import ProcessGroups, group_timeout
 from thermocline.distributed.sharded_collection import ShardedCollection
 
 
@@ -206,6 +210,40 @@ def no_waiting_for_steps() -> Iterator[None]:
         yield
     finally:
         ShardedCollection.wait_for_exchange = wait
+
+
+def resume_damaged(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> Any:
+    """Resume where the last save is damaged; what was warned of, and the rows then and of the save before."""
+    model, dense, _ = made(plan, heat, {})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        assert tc.resume(folder, model, optimizers=dense) == {}
+    then = slots_and_rows(model)[2]
+    tc.load_into(model, folder, optimizers=dense, save=2)
+    return [str(each.message) for each in told if "from save 2" in str(each.message)], then, slots_and_rows(model)[2]
+
+
+def fail_in_the_background(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str, what: str) -> Any:
+    """Rank 1 can write nothing, not even a report, or does not see the folder; what each rank was told, and the timeout."""
+    model, dense, _ = made(plan, heat, {})
+    tc.save(model, folder, optimizers=dense)
+    is_dir = Path.is_dir
+
+    def cannot(*given: Any, **more: Any) -> Any:
+        raise tc.ThermoclineError("the disk is gone")
+
+    with contextlib.ExitStack() as patches:
+        if rank == 1 and what == "no disk":
+            patches.enter_context(mock.patch.object(save_job, "write_sections", cannot))
+            patches.enter_context(mock.patch.object(background_save, "report_failure", cannot))
+        if rank == 1 and what == "not shared":
+            seen = mock.patch.object(Path, "is_dir", lambda path: not path.name.startswith("save-0") and is_dir(path))
+            patches.enter_context(seen)
+        try:
+            tc.save_async(model, folder, optimizers=dense).wait()
+        except tc.ThermoclineError as error:
+            return type(error).__name__, str(error), group_timeout(model.tables.groups.device).total_seconds()
+    return "nothing"
 
 
 def slots_and_rows(model: Whole) -> list[Any]:

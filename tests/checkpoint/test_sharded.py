@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -200,6 +206,40 @@ def test_background_save_of_ranks_holds_the_moment_of_the_call(on_ranks, tmp_pat
     saved = on_ranks("save_in_the_background", 4, plan_p("int8"), HEAT, {}, folder)
     assert [save.kind for save in Checkpoint.open(folder).manifest.saves] == ["full", "incremental"]
     assert_same(split(on_ranks("load_and_train", 4, plan_p("int8"), HEAT, {}, folder, 0))[0], saved)
+
+
+@pytest.mark.parametrize(
+    "what, kind, said", [("no disk", "ThermoclineError", "the disk is gone"), ("not shared", "BadInput", "")]
+)
+def test_all_ranks_hear_at_once_of_a_rank_that_cannot_write(on_ranks, tmp_path, what, kind, said):
+    found = on_ranks("fail_in_the_background", 3, plan_q(3, "int8"), HEAT, str(tmp_path / "saved"), what)
+    assert {timeout for _, _, timeout in found} == {300.0}, "as the processes were started"
+    assert found[1][0] == kind and all(said in text for _, text, _ in found)
+    assert all("rank 1 stopped: " in text for rank, (_, text, _) in enumerate(found) if rank != 1), found
+    assert len(list((tmp_path / "saved").glob("save-*"))) == 1
+    Checkpoint.open(tmp_path / "saved").verify()
+
+
+def test_all_ranks_resume_from_the_same_save_if_the_last_is_damaged(on_ranks, tmp_path):
+    on_ranks("save_a_chain", 3, plan_q(3, "int8"), HEAT, {}, str(tmp_path / "chain"))
+    (damaged, *_) = (tmp_path / "chain").glob("save-000003-*/rows-0001-*")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    for told, then, before in on_ranks("resume_damaged", 2, plan_q(2, "int8"), HEAT, str(tmp_path / "chain")):
+        assert len(told) == 1 and damaged.name in told[0]
+        assert all(np.array_equal(one, other) for one, other in zip(then, before, strict=True))
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_waiting_for_a_rank_that_was_killed_ends_and_names_it(tmp_path, dying):
+    script = [sys.executable, str(Path(__file__).parent / "dying_saver.py"), str(tmp_path / "store")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    given = [str(dying), str(tmp_path / "saved")]
+    ranks = [
+        subprocess.Popen([*script, str(rank), *given], stdout=subprocess.PIPE, text=True, env=environment) for rank in range(2)
+    ]
+    said = [process.communicate(timeout=600)[0] for process in ranks]
+    assert ranks[dying].returncode == -signal.SIGKILL and ranks[1 - dying].returncode == 7, said
+    assert json.loads(said[1 - dying]) == {"rank": 1 - dying, "unresponsive": [dying]}
 
 
 @pytest.mark.parametrize("incremental", [False, True])

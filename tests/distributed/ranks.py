@@ -6,6 +6,7 @@ import importlib
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from types import SimpleNamespace
@@ -142,6 +143,22 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> Ex
     except (tc.ThermoclineError, OSError) as error:
         return error.with_traceback(None)
     return "no error"
+
+
+def shard_by_rank_0(rank: int, size: int, plan: tc.Plan, heat: Any, given: str) -> Any:
+    """Plan and heat as ranks make them at different times, or as only some ranks have them; the plan that each rank uses."""
+    own: Any = plan.model_copy(update={"created": f"{2001 + rank}-01-01"}), replace(heat, created=f"{2001 + rank}-01-01")
+    if given == "none" and rank:
+        own = None, None
+    if given == "only rank 1" and rank != 1:
+        own = own[0], None
+    if given == "not rank 0" and rank == 0:
+        own = None, heat
+    try:
+        sharding = tc.shard_(Model(), *own)
+    except tc.ThermoclineError as error:
+        return error.with_traceback(None)
+    return sharding.plan.created, sharding.plan.tables
 
 
 def leave(rank: int, size: int, *given: Any) -> Exception | str:

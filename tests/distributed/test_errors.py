@@ -29,6 +29,21 @@ def test_different_plans_are_an_error_on_every_rank(on_ranks):
         assert error.parameter == "the plan" and error.values[0] == error.values[2] != error.values[1]
 
 
+@pytest.mark.parametrize("given", ["the same", "none"])
+def test_all_ranks_use_plan_and_heat_of_rank_0(on_ranks, given):
+    plan, heat = tiers_plan(1, 3, MIXED, "int8")
+    first, *others = on_ranks("shard_by_rank_0", 3, plan, heat, given)
+    assert first == ("2001-01-01", plan.tables) and all(other == first for other in others)
+
+
+def test_heat_that_only_another_rank_has_is_an_error_on_every_rank(on_ranks):
+    plan, heat = tiers_plan(1, 3, MIXED, "int8")
+    for error in on_ranks("shard_by_rank_0", 3, plan, heat, "only rank 1"):
+        assert error.parameter == "the heat" and error.values[0] == error.values[2] == "none" != error.values[1]
+    for error in on_ranks("shard_by_rank_0", 3, plan, heat, "not rank 0"):
+        assert error.parameter == "plan"
+
+
 def test_a_plan_for_another_number_of_ranks_is_an_error_on_every_rank(on_ranks):
     for error in errors_of(on_ranks, "ranks", [tiers_plan(2, 2, MIXED, "int8")[0]]):
         assert (error.parameter, error.needed, error.available) == ("plan", 4, 3)

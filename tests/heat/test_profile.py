@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_parts_of_other_tables_are_refused_by_name():
         merge([])
 
 
-def test_a_heat_file_comes_back_as_it_was_and_its_sha256_is_the_files(tmp_path):
+def test_a_heat_file_comes_back_as_it_was_with_the_sha256_of_its_content(tmp_path):
     path = tmp_path / "heat.tc"
     empty = exact([], "a table / with: any name")
     profile = HeatProfile({"item": exact([3, 1, 3, -5]), "s": sketched(np.arange(99) // 7, 5, "s"), empty.name: empty}, "a log")
@@ -116,8 +117,13 @@ def test_a_heat_file_comes_back_as_it_was_and_its_sha256_is_the_files(tmp_path):
     back = HeatProfile.load(path)
     assert list(back.tables) == list(profile.tables) and (back.source, back.created) == ("a log", profile.created)
     assert all(same(back[name], profile[name]) for name in profile.tables)
-    assert profile.sha256 == back.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert [each.name for each in tmp_path.iterdir()] == ["heat.tc"]
+    replace(profile, created="").save(tmp_path / "without time.tc")
+    content = hashlib.sha256((tmp_path / "without time.tc").read_bytes()).hexdigest()
+    assert profile.sha256 == back.sha256 == content != hashlib.sha256(path.read_bytes()).hexdigest()
+    assert replace(profile, created="2001-02-03T04:05:06+00:00").sha256 == profile.sha256
+    assert replace(profile, source="another log").sha256 != profile.sha256
+    assert profile.is_named_by(hashlib.sha256(path.read_bytes()).hexdigest()), "plans of version 0.1 named the whole file"
     with safe_open(path, "np") as file:
         assert json.loads(file.metadata()["thermocline.heat"])["version"] == 1
 

@@ -71,6 +71,14 @@ def test_numbers_are_written_to_four_digits(tmp_path):
     assert found.name == "it's mine" and found.gpu == given.gpu
 
 
+@pytest.mark.parametrize("rate, latency", [(999_800.0, 1e-5), (12.0, 3.0), (0.4, 1e-12), (5e14, 0.0)])
+def test_slow_links_are_read_back_since_they_have_units(tmp_path, rate, latency):
+    links = Links(node=Link(bandwidth=rate, latency=latency))
+    (tmp_path / "cluster.yaml").write_text(to_yaml(Topology.load("laptop").model_copy(update={"links": links})))
+    found = Topology.load(tmp_path / "cluster.yaml").links.node
+    assert (found.bandwidth, found.latency) == (pytest.approx(rate, rel=1e-3), pytest.approx(latency, rel=1e-3, abs=1e-15))
+
+
 def test_presets_are_listed():
     done = CliRunner().invoke(app, ["calibrate", "--presets"])
     assert done.exit_code == 0 and all(name in done.output for name in presets())

@@ -2,7 +2,7 @@
 
 The save holds the model at the moment of the call (`snapshot.py`). Each rank writes in its own thread and leaves a report in
 the folder; the thread of rank 0 polls for the reports and publishes the save. These threads run no collectives, which would
-interleave with those of training.
+interleave with those of training; `rank_watch.py` ends their waiting for a rank that died.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from thermocline.nn.rows_module import RowsModule
 from .format.dense_state import Optimizers
 from .format.folder import current_manifest
 from .format.write import read_reports, report_failure
+from .rank_watch import RankWatch
 from .save_job import PENDING_SAVES, SaveJob, begin_save, save
 
 _POLL_SECONDS = 0.02
@@ -38,6 +39,7 @@ def save_async(
     optimizers: Optimizers = None,
     progress: Mapping[str, Any] | None = None,
     incremental: bool = False,
+    keep: int = 1,
 ) -> BackgroundSave:
     """Save a model as it is now, while training continues.
 
@@ -51,9 +53,11 @@ def save_async(
         optimizers: as in `save`.
         progress: as in `save`.
         incremental: as in `save`.
+        keep: as in `save`.
 
     Returns:
-        A handle: `wait()` returns when the save is durable, or raises its error; `done` tells whether it has ended.
+        A handle: `wait()` returns when the save is durable, or raises its error, at the latest when a rank gave no sign of life
+        for the timeout of the process group; `done` tells whether it has ended.
 
     Raises:
         BadInput: as in `save`.
@@ -65,9 +69,9 @@ def save_async(
     """
     modules = [module for module in model.modules() if isinstance(module, RowsModule)]
     if any(module.arena.codes.device != module.arena.device for module in modules):
-        save(model, folder, optimizers=optimizers, progress=progress, incremental=incremental)
+        save(model, folder, optimizers=optimizers, progress=progress, incremental=incremental, keep=keep)
         return BackgroundSave(None)
-    return BackgroundSave(begin_save(model, folder, optimizers, progress, incremental, background=True))
+    return BackgroundSave(begin_save(model, folder, optimizers, progress, incremental, keep, background=True))
 
 
 class BackgroundSave:
@@ -88,7 +92,8 @@ class BackgroundSave:
         self._thread: threading.Thread | None = None
         if job is not None:
             PENDING_SAVES.append(self)
-            self._thread = threading.Thread(target=self._run, args=[job], name="thermocline save")
+            watch = RankWatch(job.ranks, job.token)
+            self._thread = threading.Thread(target=self._run, args=[job, watch], name="thermocline save")
             self._thread.start()
 
     @property
@@ -107,23 +112,27 @@ class BackgroundSave:
         if error is not None:
             raise error
 
-    def _run(self, job: SaveJob) -> None:
+    def _run(self, job: SaveJob, watch: RankWatch) -> None:
         _lower_priority()
-        try:
+        with watch:
             try:
-                job.write(background=True)
+                try:
+                    job.write(background=True)
+                except Exception as error:
+                    if job.ranks.rank and watch.failure_of(0) is not None:  # rank 0 has removed the files
+                        raise _abandoned(job, watch) from error
+                    with contextlib.suppress(ThermoclineError, OSError):
+                        report_failure(job.subfolder, job.ranks.rank, str(error))
+                    raise
+                if job.ranks.rank == 0:
+                    _poll(lambda: read_reports(job.subfolder, job.ranks.size) is not None, watch, range(1, job.ranks.size))
+                    job.publish()
+                else:
+                    _poll(lambda: _is_published(job, watch), watch, [0])
             except Exception as error:
-                with contextlib.suppress(ThermoclineError):
-                    report_failure(job.subfolder, job.ranks.rank, str(error))
-                raise
-            if job.ranks.rank == 0:
-                _poll(lambda: read_reports(job.subfolder, job.ranks.size) is not None)
-                job.publish()
-            else:
-                _poll(lambda: _is_published(job))
-        except Exception as error:
-            job.abandon()
-            self._error = error
+                watch.report(str(error))
+                job.abandon()
+                self._error = error
 
 
 def _lower_priority() -> None:
@@ -136,22 +145,33 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
 
 
-def _is_published(job: SaveJob) -> bool:
+def _is_published(job: SaveJob, watch: RankWatch) -> bool:
     """Whether rank 0 has published a save; raises if rank 0 has abandoned it."""
     pending = job.subfolder.exists()  # read before the manifest: a compaction may remove a published subfolder
     now = current_manifest(job.folder)
     if now is not None and job.token in [save.token for save in now.saves]:
         return True
     if not pending:
-        raise ThermoclineError(f"rank 0 abandoned the save to '{job.folder}'; its error has the reason")
+        raise _abandoned(job, watch)
     return False
 
 
-def _poll(ready: Callable[[], bool]) -> None:
-    """Wait for other ranks; with a timeout once the main thread of this program has ended."""
+def _abandoned(job: SaveJob, watch: RankWatch) -> ThermoclineError:
+    reason = watch.failure_of(0) or "its error has the reason"
+    return ThermoclineError(f"rank 0 abandoned the save to '{job.folder}': {reason}")
+
+
+def _poll(ready: Callable[[], bool], watch: RankWatch, others: Sequence[int]) -> None:
+    """Wait for other ranks while they live; with a short timeout once the main thread of this program has ended."""
     ended: float | None = None
     while not ready():
         time.sleep(_POLL_SECONDS)
+        try:
+            watch.check(others)
+        except ThermoclineError:
+            if ready():  # the other rank has ended since, with the save
+                return
+            raise
         if not threading.main_thread().is_alive():
             ended = time.monotonic() if ended is None else ended
             if time.monotonic() - ended > _EXIT_TIMEOUT:

@@ -5,7 +5,6 @@ Training may continue to save meanwhile; later saves continue the compacted one.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor
 from thermocline.errors import BadInput
 from thermocline.rows.precision import bytes_per_row
 
-from .format.folder import new_subfolder, publish
+from .format.folder import COMPACTING, discard, new_subfolder, publish
 from .format.manifest import VERSION, Manifest, SaveEntry, Section, TableEntry
 from .format.sections import SECTION_BYTES, PendingSection, row_dtype
 from .format.tensor_files import TensorGroup, TensorInfo, explain_write_errors, write_file
@@ -50,7 +49,7 @@ def compact(folder: str | Path) -> Manifest:
         return old
     last = old.saves[-1]
     with explain_write_errors(root):
-        subfolder = new_subfolder(root, last.number)
+        subfolder = new_subfolder(root, last.number, COMPACTING)
     try:
         with ThreadPoolExecutor(1) as pool:
             pending = (section for table in old.tables for section in _merged(checkpoint, table))
@@ -70,7 +69,7 @@ def compact(folder: str | Path) -> Manifest:
 
         return publish(root, subfolder, make)
     except BaseException:
-        shutil.rmtree(subfolder, ignore_errors=True)
+        discard(subfolder)
         raise
 
 

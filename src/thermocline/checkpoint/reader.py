@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from thermocline.ids.idmap import IdMap
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.rows.precision import bytes_per_row, format_of
 
+from .format.folder import kept_manifests
 from .format.manifest import FileEntry, Manifest, SaveEntry, Section, TableEntry
 from .format.saved_cache import CachedRows, SavedCache
 from .format.state_files import StateFiles
@@ -94,16 +95,21 @@ class Checkpoint:
         self._sizes = {file.name: file.bytes for file in manifest.files}
 
     @classmethod
-    def open(cls, folder: Path | str) -> Checkpoint:
+    def open(cls, folder: Path | str, save: int | None = None) -> Checkpoint:
         """Open the checkpoint in a folder.
 
+        Args:
+            folder: a folder that `save` wrote.
+            save: number of an earlier save that the folder still has; by default the last one.
+
         Raises:
-            FormatError: the folder is missing, is no checkpoint, or lacks a file.
+            FormatError: the folder is missing, is no checkpoint, or lacks a file or the save.
         """
         path = Path(folder)
         if not path.is_dir():
             raise FormatError(f"there is no folder '{path}'; give a folder that thermocline.save wrote", path=path)
-        manifest = Manifest.read(path)
+        read = partial(Manifest.read, path) if save is None else partial(_manifest_of, path, save)
+        manifest = read()
         while True:
             checkpoint = cls(path, manifest)
             try:
@@ -112,7 +118,7 @@ class Checkpoint:
                 return checkpoint
             except FormatError:
                 checkpoint.close()
-                before, manifest = manifest, Manifest.read(path)
+                before, manifest = manifest, read()
                 if manifest == before:  # otherwise a save has just replaced it
                     raise
 
@@ -339,6 +345,15 @@ class Delta:
                 values_KD = cached.values_KD[place_R[here]]
                 part.codes_RB[here], part.meta_RW[here] = quantize_rows(values_KD, format_of(part.precision))
                 yield part.rows_R, part.codes_RB, part.meta_RW
+
+
+def _manifest_of(folder: Path, number: int) -> Manifest:
+    """The manifest that the save with this number published."""
+    found = {manifest.saves[-1].number: manifest for manifest in kept_manifests(folder)}
+    if number not in found:
+        has = ", ".join(map(str, sorted(found))) or "none"
+        raise FormatError(f"'{folder}' has no save {number}; it has {has}", path=folder, save=number, available=sorted(found))
+    return found[number]
 
 
 def _no_words(rows: int) -> Tensor:

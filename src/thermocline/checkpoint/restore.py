@@ -40,14 +40,14 @@ def restore_module(checkpoint: Checkpoint, entry: ModuleEntry, found: NamedModul
             stacklevel=4,
         )
     tables = {table.own_name: table for table in checkpoint.manifest.tables if table.module == entry.name}
-    saved = [tables[table.own_name] for table in found.tables]
-    same_layout = bool(entry.layout) and entry.layout == layout_of(module)
+    saved = {index: tables[own.own_name] for index, own in enumerate(found.tables) if own.own_name in tables}
+    same_layout = bool(entry.layout) and entry.layout == layout_of(module) and len(saved) == len(found.tables)
     module.arena.changes = None  # the next incremental save is full
     with torch.no_grad():
         module.arena.unstage()
         if not same_layout:
             module.flush()
-        for index, table in enumerate(saved):
+        for index, table in saved.items():
             for section in checkpoint.sections(table.name):
                 _restore_section(checkpoint, section, entry.states if same_optimizer else 0, module, index)
         for name in ["hyper", "clock"] if same_optimizer else ["clock"]:
@@ -111,17 +111,17 @@ def _write(module: RowsModule, table: int, at_K: Tensor, place_K: Tensor, states
         mine[place_K] = saved[at].to(mine.device)
 
 
-def _write_cached_rows(checkpoint: Checkpoint, tables: list[TableEntry], module: RowsModule) -> None:
+def _write_cached_rows(checkpoint: Checkpoint, tables: dict[int, TableEntry], module: RowsModule) -> None:
     """Put rows that were cached under another layout into slots by score, and round the remaining ones."""
     if module.arena.pools:
         heat = [torch.zeros(table.rows, dtype=torch.int32) for table in module.arena.tables]
-        for index, table in enumerate(tables):
+        for index, table in tables.items():
             rows_K, scores_K = checkpoint.cache.scores(table)
             for k, at_K, place_K, _ in _places(module, index, rows_K.to(module.arena.device)):
                 heat[k][place_K.cpu()] = 1 + scores_K[at_K.cpu()].clamp(0, 1 << 30).int()
         module.arena.warm(heat)
         module.arena.predicted = None  # predictions are for the heat of a log
-    for index, table in enumerate(tables):
+    for index, table in tables.items():
         for rows_K, values_KD in checkpoint.cache.updated_rows(table):
             for k, at_K, place_K, _ in _places(module, index, rows_K.to(module.arena.device)):
                 module.arena.write(k, place_K, values_KD[at_K.cpu()].to(module.arena.device))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from .copy_budget import CopyBudget
 from .format import sections
 from .format.cache_slots import saved_rows
 from .format.dense_state import Optimizers, dense_tensors, full_tensor, optimizer_state, optimizers_by_name
-from .format.folder import begin_save_folder, publish
+from .format.folder import begin_save_folder, discard, publish
 from .format.manifest import FileEntry, Manifest, SaveEntry
 from .format.module_entries import NamedModule, find_modules, module_entry
 from .format.state_files import patches
@@ -71,6 +70,7 @@ def save(
     optimizers: Optimizers = None,
     progress: Mapping[str, Any] | None = None,
     incremental: bool = False,
+    keep: int = 1,
 ) -> None:
     """Save a model, or a single thermocline module. When the call returns, the save is durable.
 
@@ -83,30 +83,35 @@ def save(
         progress: what the caller needs to resume, such as the next batch number; anything that JSON holds.
         incremental: write only the rows that changed since the last incremental save to this folder. The first such save is
             full, and so is a save that would make the chain larger than a full save.
+        keep: full saves to keep, each with the incremental saves after it; `load(folder, save=number)` opens earlier ones.
 
     Raises:
-        BadInput: the model has no thermocline module, gradients wait for `step()`, or the folder holds other files.
+        BadInput: the model has no thermocline module, gradients wait for `step()`, the folder holds other files, another
+            process saves to it now, or ranks do not share it.
+        FormatError: the folder has saves, but their manifest is missing or damaged.
         ThermoclineError: a file cannot be written. Earlier saves are intact.
 
     Example:
         >>> tc.save(model, "checkpoint", optimizers=adam, progress={"batch": 1200})
     """
-    job = begin_save(model, folder, optimizers, progress, incremental)
+    job = begin_save(model, folder, optimizers, progress, incremental, keep)
     if job is None:
         return
     try:
         job.ranks.on_all(job.write)
         job.ranks.on_all(job.publish)
-    except Exception:
+    except BaseException:
         job.abandon()
         raise
 
 
 def begin_save(
     model: nn.Module, folder: str | Path, optimizers: Optimizers, progress: Mapping[str, Any] | None, incremental: bool,
-    background: bool = False,
+    keep: int = 1, background: bool = False,
 ) -> SaveJob | None:  # fmt: skip
     """A save that is ready to be written, perhaps while training continues; None if this process writes nothing."""
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise BadInput(f"keep is {keep!r}; keep 1 or more full saves", parameter="keep", value=keep)
     modules, dense = find_modules(model), dense_tensors(model)
     for found in modules:
         _check_saveable(found)
@@ -118,7 +123,7 @@ def begin_save(
     ranks = CheckpointRanks.of(model)
     if ranks.groups is None and world_size() > 1 and dist.get_rank() > 0:  # rank 0 writes replicas of an unsharded model
         return None
-    return SaveJob(modules, ranks, Path(folder), tensors, fields, incremental, background)
+    return SaveJob(modules, ranks, Path(folder), tensors, fields, incremental, background, keep)
 
 
 def _check_saveable(found: NamedModule) -> None:
@@ -152,9 +157,9 @@ class SaveJob:
 
     def __init__(
         self, modules: list[NamedModule], ranks: CheckpointRanks, folder: Path, tensors: dict[str, Tensor],
-        fields: dict[str, Any], incremental: bool, background: bool,
+        fields: dict[str, Any], incremental: bool, background: bool, keep: int,
     ) -> None:  # fmt: skip
-        self.ranks, self.folder, self._tensors = ranks, folder, tensors
+        self.ranks, self.folder, self._tensors, self._keep = ranks, folder, tensors, keep
         self._modules = [_ModuleSave(found, found.module.arena) for found in modules]
         self._budget: CopyBudget | None = None
         rows = [(found.module.arena, found.module.trainer) for found in modules]
@@ -163,7 +168,7 @@ class SaveJob:
         def begin() -> tuple[Any, str | None]:
             return (begin_save_folder(folder), secrets.token_hex(8)) if ranks.rank == 0 else None, self._base()
 
-        results = ranks.on_all(begin)
+        results = ranks.on_all(begin)  # rank 0 holds the lock of the folder from here on
         assert results[0][0] is not None
         (self.subfolder, before), self.token = results[0][0]
         continues = incremental and _continues(before, [base for _, base in results])
@@ -181,7 +186,7 @@ class SaveJob:
                 each.arena.changes.base = self.token
             self._step = max(int(found.module.trainer.clock[F.STEP]) for found in modules)
             self._manifest = _manifest(modules, fields)
-        except Exception:
+        except BaseException:  # an interrupt, too: the folder is locked
             self.abandon()
             raise
 
@@ -190,7 +195,15 @@ class SaveJob:
         bases = {None if each.arena.changes is None else each.arena.changes.base for each in self._modules}
         return bases.pop() if len(bases) == 1 else None
 
+    def _check_shared(self) -> None:
+        if not self.subfolder.is_dir():
+            raise BadInput(
+                f"rank {self.ranks.rank} does not see '{self.subfolder}' of rank 0; give a folder that all nodes share",
+                parameter="folder", path=self.folder, rank=self.ranks.rank,
+            )  # fmt: skip
+
     def _take_changes(self) -> None:
+        self._check_shared()
         for each in self._modules if self._old is not None else ():
             each.bits = self._changed(each)
 
@@ -266,7 +279,7 @@ class SaveJob:
                 chain = now.saves
             return self._manifest.model_copy(update={"saves": (*chain, save)})
 
-        publish(self.folder, self.subfolder, make)
+        publish(self.folder, self.subfolder, make, self._keep)
 
     def abandon(self) -> None:
         """Undo a failed save: changes count from the save before again."""
@@ -279,7 +292,7 @@ class SaveJob:
             elif changes is not None and changes.base == self.token:
                 each.arena.changes = None
         if self.ranks.rank == 0:
-            shutil.rmtree(self.subfolder, ignore_errors=True)  # other ranks have reported that they are done
+            discard(self.subfolder)  # other ranks have reported that they are done
 
     def _close(self) -> None:
         for each in self._modules:

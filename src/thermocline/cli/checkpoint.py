@@ -72,11 +72,12 @@ def _brief(value: Any) -> str:
 
 
 def _content(checkpoint: Checkpoint) -> dict[str, Any]:
-    from thermocline.checkpoint.format.folder import leftovers
+    from thermocline.checkpoint.format.folder import kept_manifests, leftovers
     from thermocline.rows.precision import bytes_per_row
 
     manifest = checkpoint.manifest
-    plan = manifest.plan
+    plan, chain = manifest.plan, {save.number for save in manifest.saves}
+    kept = {each.saves[-1].number for each in kept_manifests(checkpoint.folder)} - chain
     about = {
         "folder": str(checkpoint.folder),
         "format": f"version {manifest.version}, written by thermocline {manifest.package}",
@@ -87,6 +88,7 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
         "heat": manifest.heat and f"sha256 {manifest.heat[:12]}",
         "dense part": f"{dense:,} numbers" if (dense := sum(t.numel() for t in checkpoint.dense().values())) else None,
         "progress": manifest.progress or None,
+        "kept saves": ", ".join(map(str, sorted(kept))),
         "unfinished": ", ".join(leftovers(checkpoint.folder, manifest)),
     }
     tables = [

@@ -113,7 +113,7 @@ def check_table(planned: TablePlan) -> None:
 
 def check_heat(plan: Plan, heat: HeatProfile | None) -> None:
     """Raise if the heat is not that of the plan."""
-    if heat is not None and plan.heat and heat.sha256 != plan.heat:
+    if heat is not None and plan.heat and not heat.is_named_by(plan.heat):
         raise BadInput(
             f"the plan was made with heat {plan.heat[:12]}, but this is {heat.sha256[:12]}; give the heat file of the plan",
             parameter="heat", needed=plan.heat, available=heat.sha256,

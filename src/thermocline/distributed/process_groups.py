@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from thermocline.errors import BadInput, ThermoclineError
@@ -272,6 +273,14 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return found
 
 
+def broadcast_object(value: Any) -> Any:
+    """The value of rank 0. Collective."""
+    found = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
 def _make_groups(nodes: int, local_size: int, device: torch.device, comm_thread: CommThread) -> Iterator[RankGroup]:
     """All ranks, the ranks of this node, and the ranks with this local rank."""
     grid = torch.arange(nodes * local_size).view(nodes, local_size)
@@ -281,7 +290,7 @@ def _make_groups(nodes: int, local_size: int, device: torch.device, comm_thread:
 
 def _make_group(partition: list[list[int]], local_size: int, device: torch.device, comm_thread: CommThread) -> RankGroup:
     """The group of a partition of all ranks that this rank belongs to. Every rank creates every group."""
-    rank, made = dist.get_rank(), [dist.new_group(ranks, timeout=_timeout(device)) for ranks in partition]
+    rank, made = dist.get_rank(), [dist.new_group(ranks, timeout=group_timeout(device)) for ranks in partition]
     at = next(n for n, ranks in enumerate(partition) if rank in ranks)
     ranks = tuple(partition[at])
     links: list[LinkClass] = [
@@ -290,7 +299,7 @@ def _make_group(partition: list[list[int]], local_size: int, device: torch.devic
     return RankGroup(ranks, ranks.index(rank), tuple(links), made[at], comm_thread, device)
 
 
-def _timeout(device: torch.device) -> timedelta | None:
+def group_timeout(device: torch.device) -> timedelta:
     """The timeout of the default group; new groups would get the default of the backend."""
     assert dist.group.WORLD is not None
     try:
@@ -301,7 +310,7 @@ def _timeout(device: torch.device) -> timedelta | None:
             "model to its GPU before shard_, or use gloo",
             parameter="device", value=str(device),
         ) from None  # fmt: skip
-    timeout: timedelta | None = getattr(options, "_timeout", None)
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout
 
 

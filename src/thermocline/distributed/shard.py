@@ -7,7 +7,8 @@
     ...                                                        # train as before, each rank on its own samples
     sharding.check_replicas()
 
-Ranks first compare plan, heat and collections, and then the maps of rows. Every rank reports a difference.
+Ranks use plan and heat of rank 0. A rank may give None; a rank that gives others raises, since a stale file on one node would
+otherwise stay unnoticed. Ranks then compare collections and the maps of rows. Every rank reports a difference.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from thermocline.plan.run_file import MeasuredRank, MeasuredRun, MeasuredTraffic
 from .exchange.traffic_meter import TrafficMeter, TrafficRecord
 from .placement.init_rows import hot_rows
 from .planned_tables import Collection, check_heat, check_maps, map_collections
-from .process_groups import CPU, ProcessGroups, check_same, current_device, gather_objects, world_size
+from .process_groups import CPU, ProcessGroups, broadcast_object, check_same, current_device, gather_objects, world_size
 from .replanning.frequency_counter import FrequencyCounter, merge_profiles
 from .replanning.migrate import RowMigration, deferred_interrupt, raise_if_any_failed
 from .sharded_collection import Reduce, ShardedCollection
@@ -87,14 +88,14 @@ class Sharding:
         mine = {name: table for each in taken for name, table in each.tables.items()}
         return merge_profiles(self.groups, HeatProfile(mine, "live training"))
 
-    def migrate(self, plan: Plan | str | Path, heat: HeatProfile | str | Path | None = None) -> None:
+    def migrate(self, plan: Plan | str | Path | None, heat: HeatProfile | str | Path | None = None) -> None:
         """Move rows to where another plan has them, between two steps. Collective.
 
         Rows, optimizer state, clock and seed keep their bits. Modules and optimizers stay valid, and traffic meters restart.
         Needs memory for the new shard beside the old one. An error on any rank is raised on all, and changes nothing.
 
         Args:
-            plan: a plan for the same ranks.
+            plan: a plan for the same ranks. As in `shard_`, ranks use plan and heat of rank 0, and others may give None.
             heat: the heat profile of the plan. Cache slots go to its hottest rows; by default to the rows looked up lately.
 
         Raises:
@@ -198,7 +199,7 @@ class Sharding:
 
 def shard_(
     model: nn.Module,
-    plan: Plan | str | Path,
+    plan: Plan | str | Path | None,
     heat: HeatProfile | str | Path | None = None,
     *,
     reduce: Reduce = "mean",
@@ -213,8 +214,9 @@ def shard_(
 
     Args:
         model: contains the collections.
-        plan: a plan or its path; its number of ranks must be that of the job.
-        heat: the heat profile of the plan, which says which rows are hot.
+        plan: a plan or its path; its number of ranks must be that of the job. All ranks use the plan of rank 0: other ranks
+            give None, or the same plan.
+        heat: the heat profile of the plan, which says which rows are hot; that of rank 0, as the plan.
         reduce: "mean" averages gradients over ranks, as DDP does for the dense part; "sum" adds them.
         check_every: steps between comparisons of replicas; 0 for never.
         count_every: training steps between counted batches, for `Sharding.heat` and `replan`; 0 for never.
@@ -256,31 +258,40 @@ def shard_(
 
 
 def _read_inputs(
-    given: Plan | str | Path, heat: HeatProfile | str | Path | None, found: Mapping[str, Collection], reduce: str
+    given: Plan | str | Path | None, heat: HeatProfile | str | Path | None, found: Mapping[str, Collection], reduce: str
 ) -> tuple[Plan, HeatProfile | None]:
-    """Read plan and heat, and raise on all ranks unless all ranks were given the same. Collective."""
+    """Plan and heat of rank 0. Raises on all ranks if another rank was given others. Collective."""
     failed: Exception | None = None
+    plan: Plan | None = None
+    profile: HeatProfile | None = None
     inputs = {"reduce": reduce}
     try:
-        plan = given if isinstance(given, Plan) else Plan.load(given)
+        plan = given if given is None or isinstance(given, Plan) else Plan.load(given)
         profile = heat if heat is None or isinstance(heat, HeatProfile) else HeatProfile.load(heat)
-        inputs |= {
-            "the number of ranks of the plan": f"{plan.topology.nodes} x {plan.topology.gpus_per_node}",
-            "the plan": f"sha256 {fingerprint(plan.model_copy(update={'created': ''}))[:12]}",  # of the decisions
-            "the heat": "none" if profile is None else f"sha256 {profile.sha256[:12]}",
-            "collections": "; ".join(f"{name}: {_describe(collection)}" for name, collection in found.items()),
-        }
+        inputs["collections"] = "; ".join(f"{name}: {_describe(collection)}" for name, collection in found.items())
+        if plan is not None:
+            inputs["the number of ranks of the plan"] = f"{plan.topology.nodes} x {plan.topology.gpus_per_node}"
+            inputs["the plan"] = f"sha256 {fingerprint(plan.model_copy(update={'created': ''}))[:12]}"  # of the decisions
+        if profile is not None:
+            inputs["the heat"] = f"sha256 {profile.sha256[:12]}"
     except (BadInput, OSError) as error:
         failed = error
     with current_device(next((each.arena.device for each in found.values() if each.arena.device.type != "meta"), CPU)):
         everyone = gather_objects((f"{failed}" if failed else "", inputs))
-    if failed is not None:
-        raise failed
-    for rank, (error_there, _) in enumerate(everyone):
-        if error_there:
-            raise BadInput(f"rank {rank} stopped: {error_there}", rank=rank)
-    check_same([each for _, each in everyone], "shard_")
-    return plan, profile
+        if failed is not None:
+            raise failed
+        for rank, (error_there, _) in enumerate(everyone):
+            if error_there:
+                raise BadInput(f"rank {rank} stopped: {error_there}", rank=rank)
+        first = {"the heat": "none", **everyone[0][1]}
+        if "the plan" not in first:
+            raise BadInput(
+                "the plan is None on rank 0, whose plan all ranks use; give it a plan, or a plan file", parameter="plan"
+            )
+        check_same([first | each for _, each in everyone], "shard_")
+        lacking = any("the heat" not in each for _, each in everyone)  # a profile may be large
+        used: tuple[Plan, HeatProfile | None] = broadcast_object(plan), broadcast_object(profile) if lacking else profile
+    return used
 
 
 def _describe(collection: Collection) -> str:

@@ -1,7 +1,7 @@
 """The heat file, `heat.tc`: a safetensors container. `docs/heat.md` describes it field by field.
 
 Any safetensors reader opens it, and reading runs no code. Tables are numbered, so that their names may be anything. The file is
-written piece by piece, because a profile may fill most of its memory; the same pieces give its sha256.
+written piece by piece, because a profile may fill most of its memory; the same pieces without the time give its sha256.
 """
 
 from __future__ import annotations

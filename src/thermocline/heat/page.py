@@ -56,7 +56,7 @@ def heat_page(profile: HeatProfile) -> str:
         ),
         section("All tables", _list(heats)),
         *(section(one.name, _facts(one), figures(*_pictures(one))) for one in drawn),
-        foot=f"Counted {profile.created}; sha256 of the heat file {profile.sha256[:16]}.",
+        foot=f"Counted {profile.created}; sha256 of the heat {profile.sha256[:16]}.",
     )
 
 

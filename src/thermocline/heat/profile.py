@@ -202,10 +202,16 @@ class HeatProfile:
 
     @cached_property
     def sha256(self) -> str:
-        """The sha256 of the file that `save` writes."""
+        """The sha256 of the file that `save` writes, with an empty `created`: equal counts have equal hashes."""
         from .heat_file import sha256
 
-        return sha256(self)
+        return sha256(replace(self, created=""))
+
+    def is_named_by(self, sha256: str) -> bool:
+        """Whether a plan that names its heat so was made with this profile. Plans of version 0.1 hashed `created`, too."""
+        from .heat_file import sha256 as with_time
+
+        return sha256 == self.sha256 or sha256 == with_time(self)
 
 
 def merge(parts: Sequence[HeatProfile]) -> HeatProfile:

@@ -76,7 +76,7 @@ def read_model(
 ) -> Model:
     """A model from text, which is JSON if `name` ends with .json, else YAML.
 
-    Fields of `instead` replace those of the text; `doubts` is a further check of the model.
+    Fields of `instead` replace those of the text; `doubts` is a further check of numbers that have no unit in the text.
     """
     data = _parse(text, name)
     if not isinstance(data, dict):
@@ -96,7 +96,7 @@ def read_data(
     """
     try:
         found = kind.model_validate(data)
-        problems = list(doubts(found)) if doubts else []
+        problems = [each for each in doubts(found) if not isinstance(_value(data, each[0]), str)] if doubts else []
     except ValidationError as error:
         problems = [problem for details in error.errors() for problem in _problems(kind, details)]
     if not problems:
@@ -231,6 +231,12 @@ def _sentence(name: str, tree: yaml.Node | None, data: Any, location: Location, 
     entry = _entry_name(data, location)
     owner = f" ({str(location[0])[:-1]} {entry!r})" if entry else ""
     return f"{where}, field {field}{owner}: {message}" if field else f"{where}: {message}"
+
+
+def _value(data: Any, location: Location) -> Any:
+    for part in location:
+        data = data[part]
+    return data
 
 
 def _entry_name(data: Any, location: Location) -> str | None:

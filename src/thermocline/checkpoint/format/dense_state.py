@@ -49,26 +49,31 @@ def full_tensor(value: Tensor) -> Tensor:
     return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
 
 
-def load_dense(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Copy saved parameters and buffers into a model. Raises before any change if names or shapes differ."""
+def load_dense(model: nn.Module, saved: Mapping[str, Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
+    """Copy saved parameters and buffers into a model. Raises before any change if names or shapes differ.
+
+    Returns the names that only the model has, and those that only the checkpoint has: none if `strict`.
+    """
     here = dense_tensors(model)
     for name in _not_in_old_checkpoints(model) - saved.keys():
         here.pop(name, None)
     missing, unknown = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
     wrong = [n for n in here if n in saved and here[n].shape != saved[n].shape]
-    if missing or unknown or wrong:
+    if wrong or (strict and (missing or unknown)):
         kinds = {"missing in the checkpoint": missing, "missing in the model": unknown, "of another shape": wrong}
         differences = "; ".join(f"{what}: {', '.join(names[:3])}" for what, names in kinds.items() if names)
         raise BadInput(
-            f"dense parameters of the checkpoint do not fit the model ({differences}); build the model that was saved",
+            f"dense parameters of the checkpoint do not fit the model ({differences}); build the model that was saved, or load "
+            "with strict=False what has the same names and shapes",
             missing=missing, unknown=unknown, wrong_shape=wrong,
         )  # fmt: skip
     with torch.no_grad():
-        for name, tensor in here.items():
+        for name, tensor in ((name, tensor) for name, tensor in here.items() if name in saved):
             value = saved[name]
             if isinstance(tensor, DTensor):
                 value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
             tensor.copy_(value)
+    return missing, unknown
 
 
 def _not_in_old_checkpoints(model: nn.Module) -> set[str]:
