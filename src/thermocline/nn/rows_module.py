@@ -44,12 +44,8 @@ from .device_moves import as_integers, check_keeps, materialize, move_tensors
 from .heat_profile import heat_of
 from .id_maps import FeatureMaps, difference, maps_as_text
 from .inputs import Given, check_integers, check_is_tensor
-<<<<<<< HEAD
-from .optimizer import FusedOptimizer, Trained, deferred_lookup, deferred_lookup_uncompiled
-=======
 from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
-from .optimizer import FusedOptimizer, Trained, UpdateOnce, deferred_lookup, deferred_lookup_uncompiled
->>>>>>> w-convert
+from .optimizer import FusedOptimizer, Trained, deferred_lookup, deferred_lookup_uncompiled
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
 
@@ -105,20 +101,16 @@ class RowsModule(nn.Module):
         trains = torch.is_grad_enabled() and self.trained.placeholder.requires_grad
         if trains and DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp()
+        if trains and not self.rows.independent and (count := ranks()) > 1:
+            if not self.training:  # an evaluation without no_grad: rows stay as they are
+                return False
+            refuse_unsharded(count)
         return trains
 
     def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
         """Look up rows of all features (see `rows.lookup`), to be trained by backward or, with update="step", later."""
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
-<<<<<<< HEAD
         trains = self._trains()
-=======
-        trains = self.training and torch.is_grad_enabled() and self.trained.placeholder.requires_grad
-        if trains and DistributedDataParallel._active_ddp_module is not None:
-            refuse_ddp()
-        if trains and not self.rows.independent and (count := ranks()) > 1:
-            refuse_unsharded(count)
->>>>>>> w-convert
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
         try:
             rows = ids if maps is None else maps(ids, offsets)
