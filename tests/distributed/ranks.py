@@ -130,7 +130,7 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> Ex
             batch = {name: (*bags, torch.ones(len(bags[0]))) for name, bags in batch.items()}
         if what == "a bad id" and odd:
             batch["shop"] = torch.tensor([1, 2, 23]), torch.tensor([0, 1, 2, 3])
-        model.train(not (what == "eval" and odd))
+        model.requires_grad_(not (what == "frozen" and odd))
         if what == "a flipped bit" and odd:
             sharding.wait_for_exchange()
             sharding.collections["tables"].arena.codes[5] ^= 1
@@ -211,6 +211,22 @@ def train_with_ddp(rank: int, size: int, plan: tc.Plan, heat: Any) -> Any:
         schedule.step()
     rows = [sharding.collections["tables"].get_rows(name).numpy() for name in TABLES]
     return rows, [parameter.detach().numpy() for parameter in dense.parameters()]
+
+
+def train_pairs(rank: int, size: int, plan: tc.Plan, heat: Any) -> Any:
+    """Two lookups of one collection in each pass; all rows, and the steps of the optimizer."""
+    model = Model()
+    if size > 1:
+        tc.shard_(model, plan, heat, reduce="sum", check_every=5)
+    for step in range(10):
+        loss = torch.zeros(())
+        for part in range(2):
+            sizes = sizes_of(step + 20 * part, 3)
+            given = batches(step + 20 * part, sizes)
+            out = model.tables(given[rank] if size > 1 else joined(given)).values()
+            loss = loss + exact_loss(out, step + part, sum(sizes[:rank]))
+        loss.backward()
+    return [model.tables.get_rows(name).numpy() for name in TABLES], model.tables.trainer.clock.tolist()[1]
 
 
 def train_two(rank: int, size: int, plan: tc.Plan, heat: Any) -> Any:

@@ -67,7 +67,7 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(on_ranks, what, kind, fi
     assert first.rank == third.rank == 1 and str(own) in str(first) == str(third)
 
 
-@pytest.mark.parametrize("what, named", [("weights", "with weights"), ("eval", "looking")])
+@pytest.mark.parametrize("what, named", [("weights", "with weights"), ("frozen", "looking")])
 def test_a_different_operation_of_one_rank_is_an_error_on_every_rank(on_ranks, what, named):
     for error in errors_of(on_ranks, what, one_plan()):
         assert error.parameter == "operation" and [named in value for value in error.values].count(True) == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cases import TABLES, Model, batches, exact_loss, heat_of, joined, plan_of, sizes_of, smooth_loss, table_plan
-from ranks import interrupt, train_two, train_with_ddp
+from ranks import interrupt, train_pairs, train_two, train_with_ddp
 
 import thermocline as tc
 from support import has
@@ -146,6 +146,13 @@ def test_two_collections_of_a_model_and_rows_that_are_not_pooled(on_ranks):
     one = train_two(0, 1, None, None)
     for found in on_ranks("train_two", 3, *tiers_plan(1, 3, MIXED, "int8")):
         assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found, one, strict=True))
+
+
+def test_two_lookups_of_one_pass_are_one_step_on_ranks_too(on_ranks):
+    rows, steps = train_pairs(0, 1, None, None)
+    for found, ticks in on_ranks("train_pairs", 3, *tiers_plan(1, 3, MIXED, "int8")):
+        assert ticks == steps == 10
+        assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found, rows, strict=True))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max", "none"])

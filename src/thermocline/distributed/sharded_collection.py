@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -38,9 +38,9 @@ from .exchange.batch_exchange import BatchExchange, BatchGradients, RowDestinati
 from .exchange.batch_table import BatchTable, ShardedLookup, feature_offsets
 from .exchange.context import ExchangeContext
 from .exchange.handshake import StepAgreement, announce_failure, handshake
-from .exchange.pipeline import ExchangePipeline, PrefetchedBatch
+from .exchange.pipeline import ExchangePipeline, PrefetchedBatch, Reduction
 from .placement.init_rows import init_rows
-from .placement.local_shard import LocalShard, check_replicas
+from .placement.local_shard import LocalShard, SummedGradients, check_replicas
 from .placement.row_index import RowIndex
 from .placement.table_map import TableMap
 from .process_groups import ProcessGroups
@@ -253,16 +253,23 @@ class ShardedCollection(RowsModule):
         call = (placeholder, batch.weights_N, batch, exchange.sums, partial(self.reduce_gradients, exchange), dtype)
         out: Tensor = ShardedLookup.apply(*call)  # type: ignore[no-untyped-call]
         if trains:
+            self.pipeline.lookups += 1
             out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
         return out.double() if wide else out
 
     def reduce_gradients(self, exchange: BatchExchange, grads: BatchGradients) -> None:
         """Reduce the gradients of a batch over all ranks and update the rows, in the background where possible."""
         self._check_not_migrated(exchange.context)
-        self.pipeline.submit(self.state.meter, partial(self._update, exchange, grads, *self.shard.tick()))
+        self.pipeline.add_gradients((exchange, grads), self._submit_update)
 
-    def _update(self, exchange: BatchExchange, grads: BatchGradients, clock: Tensor, hyper: Tensor) -> None:
-        sums = exchange.reduce_gradients(grads)
+    def _submit_update(self, reductions: list[Reduction]) -> None:
+        self.pipeline.lookups = 0
+        self.pipeline.submit(self.state.meter, partial(self._update, reductions, *self.shard.tick()))
+
+    def _update(self, reductions: list[Reduction], clock: Tensor, hyper: Tensor) -> None:
+        sums = reduce(SummedGradients.concat, [exchange.reduce_gradients(grads) for exchange, grads in reductions])
+        if len(reductions) > 1:
+            sums = self.state.context.sum_rows(*sums)
         if self.reduce == "mean":
             sums = sums._replace(grads_VW=sums.grads_VW / self.groups.size)
         refused = self.shard.update(sums, clock, hyper)
@@ -271,7 +278,8 @@ class ShardedCollection(RowsModule):
                 raise self._with_table(refused)
             self._refused = self._with_table(refused)
         self.state.meter.steps += 1
-        self.pipeline.after_update(exchange)
+        for exchange, _ in reductions:
+            self.pipeline.after_update(exchange)
         if self.check_every and int(clock[F.STEP]) % self.check_every == 0:
             self.check_replicas()
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 MOST_DENSE_BYTES = 1 << 30  # of the gradient of `weight`
 
-_current_pass = torch._C._current_graph_task_id  # the backward pass that runs, or -1
-_at_end_of_pass = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+current_pass = torch._C._current_graph_task_id  # the backward pass that runs, or -1
+at_end_of_pass = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
 
 class UpdateOnce:
@@ -43,14 +43,14 @@ class UpdateOnce:
 
     def __init__(self, trained: Trained) -> None:
         self.trained, self.done = trained, False
-        self.within = _current_pass()  # activation checkpointing looks up again inside of a backward pass
+        self.within = current_pass()  # activation checkpointing looks up again inside of a backward pass
 
     def begin(self) -> int:
         """Raise if the pass may not update rows; returns the pass that they are updated in."""
         if self.done:
             message = "a second backward through the same graph (retain_graph=True) would update rows twice; use update='step'"
             raise BadInput(message, parameter="retain_graph", value=True)
-        task = _current_pass() if self.within < 0 else self.within
+        task = current_pass() if self.within < 0 else self.within
         self.trained.placeholder.check_pass(task)
         return task
 
@@ -137,7 +137,7 @@ class CollectedGradients:
         found = trained.placeholder.passes.get(task)
         if found is None:
             trained.placeholder.passes[task] = found = cls(trained, task)
-            _at_end_of_pass(found.apply)
+            at_end_of_pass(found.apply)
         return found
 
     def add_lookup(self, read: OpenLookup, lookup: tuple[LookupCall, Tensor, Tensor]) -> None:

@@ -14,20 +14,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from thermocline.distributed.comm_thread import CommJob, CommThread, record_use
 from thermocline.distributed.process_groups import RankGroup
+from thermocline.nn.backward_pass import at_end_of_pass, current_pass
 from thermocline.nn.inputs import JaggedIds
 
-from .batch_exchange import BatchExchange, RowDestination
+from .batch_exchange import BatchExchange, BatchGradients, RowDestination
 from .batch_table import BatchTable, BatchTableLayout
 from .context import ExchangeContext
 from .traffic_meter import TrafficMeter
 
 ReadBatch = Callable[[Any], tuple[JaggedIds, BatchTable]]
+Reduction = tuple[BatchExchange, BatchGradients]
 
 
 class PrefetchedBatch:
@@ -82,6 +85,17 @@ class PrefetchedBatch:
         return torch.equal(bags.ids_N, self._bags.ids_N) and torch.equal(bags.offsets, self._bags.offsets)
 
 
+class PassReductions:
+    """The gradients of several lookups of one backward pass. The engine's callback owns them (`nn/backward_pass.py`)."""
+
+    def __init__(self, update: Callable[[list[Reduction]], None]) -> None:
+        self.reductions: list[Reduction] = []
+        self._update = update
+
+    def apply(self) -> None:
+        self._update(self.reductions)
+
+
 class ExchangePipeline:
     """The background work of one collection: its communication thread, and its prefetched batch.
 
@@ -92,6 +106,19 @@ class ExchangePipeline:
         self.comm_thread, self.overlap = comm_thread, overlap
         self.next_input: Any = None  # of the batch that the coming forward prefetches
         self._prefetched: PrefetchedBatch | None = None
+        self.lookups = 0  # that train, since the last update; not those alive as in one process: the same on all ranks
+        self._passes: WeakValueDictionary[int, PassReductions] = WeakValueDictionary()
+
+    def add_gradients(self, reduction: Reduction, update: Callable[[list[Reduction]], None]) -> None:
+        """Call `update` at once, or at the end of the backward pass for all its lookups if there may be others."""
+        found = self._passes.get(current_pass())
+        if found is None and self.lookups == 1:
+            update([reduction])
+            return
+        if found is None:
+            self._passes[current_pass()] = found = PassReductions(update)
+            at_end_of_pass(found.apply)
+        found.reductions.append(reduction)
 
     def submit(self, meter: TrafficMeter, job: CommJob) -> None:
         """Run a job in the background, or at once without overlap."""
