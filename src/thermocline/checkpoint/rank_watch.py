@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,7 +33,7 @@ class RankWatch:
 
     def __init__(self, ranks: CheckpointRanks, token: str) -> None:
         self._ranks, self._token, self._ended = ranks, token, threading.Event()
-        self._stores: list[dist.Store] = []  # connections of the thread that waits and of the one that counts
+        self._stores: list[Any] = []  # connections of the thread that waits and of the one that counts
         if ranks.groups is None or ranks.size == 1:
             return
         self._timeout = group_timeout(ranks.groups.device).total_seconds()
@@ -52,14 +53,14 @@ class RankWatch:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    def _count_up(self, store: dist.Store) -> None:
+    def _count_up(self, store: Any) -> None:
         with contextlib.suppress(Exception):
             while not self._ended.is_set():
                 store.add(f"{_COUNT}{self._ranks.rank}", 1)
                 self._ended.wait(self._beat)
 
     @contextlib.contextmanager
-    def _store(self) -> Iterator[dist.Store | None]:
+    def _store(self) -> Iterator[Any]:
         """The store; None once it failed."""
         try:
             yield self._stores[0] if self._stores else None
@@ -77,7 +78,7 @@ class RankWatch:
         key = f"{_FAILED}{self._token}/{rank}"
         with self._store() as store:
             if store is not None and store.check([key]):
-                return store.get(key).decode()
+                return str(store.get(key).decode())
         return None
 
     def check(self, others: Sequence[int]) -> None:

@@ -110,7 +110,7 @@ def begin_save(
     keep: int = 1, background: bool = False,
 ) -> SaveJob | None:  # fmt: skip
     """A save that is ready to be written, perhaps while training continues; None if this process writes nothing."""
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+    if keep < 1:
         raise BadInput(f"keep is {keep!r}; keep 1 or more full saves", parameter="keep", value=keep)
     modules, dense = find_modules(model), dense_tensors(model)
     for found in modules:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thermocline.rows.memory import times_smaller
@@ -103,7 +103,7 @@ def other_holders(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _parameters_in(value: Any, depth: int) -> Iterator[nn.Parameter]:
+def _parameters_in(value: Any, depth: int) -> Iterator[Tensor]:
     if isinstance(value, nn.Parameter):
         yield value
     elif isinstance(value, (nn.Embedding, nn.EmbeddingBag)):
@@ -132,5 +132,5 @@ def other_tables(model: nn.Module) -> list[ConvertedTable]:
             for name, weight in module.named_parameters(path, recurse=False):
                 if weight.dim() == 2:
                     size, reason = weight.numel() * weight.element_size(), f"a parameter of {kind}, which is no nn.Embedding"
-                    lines.append(ConvertedTable(name, *weight.shape, size, size, reason))
+                    lines.append(ConvertedTable(name, weight.shape[0], weight.shape[1], size, size, reason))
     return lines

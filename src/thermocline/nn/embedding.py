@@ -88,8 +88,8 @@ class _SingleTable(RowsModule):
 
     @property
     def weight(self) -> Tensor:
-        """A read-only copy of all rows in the output type of the module, whose gradient updates them. Change rows with `set_rows`."""
-        copied = self._copy_rows().to(self.dtype)
+        """A read-only copy of all rows in the output type of the module, whose gradient updates them. `set_rows` writes."""
+        copied: Tensor = self._copy_rows().to(self.dtype)
         return copied if torch.compiler.is_compiling() else copied.as_subclass(ReadOnlyWeight)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

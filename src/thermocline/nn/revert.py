@@ -33,8 +33,8 @@ def revert_(model: nn.Module) -> ConversionReport:
         thermocline.convert_(model)
         thermocline.revert_(model)  # nn.Embedding and nn.EmbeddingBag again
     """
-    if isinstance(model, RowsModule) or not isinstance(model, nn.Module):
-        way = "use nn.Embedding.from_pretrained(module.weight)" if isinstance(model, nn.Module) else "use a torch.nn.Module"
+    if isinstance(model, RowsModule):
+        way = "use nn.Embedding.from_pretrained(module.weight)"
         raise BadInput(f"model is a {type(model).__name__}; {way}", parameter="model", value=type(model).__name__)
     modules = model.named_modules(remove_duplicate=False)
     found = [(name, module) for name, module in modules if isinstance(module, (Embedding, EmbeddingBag))]
@@ -48,15 +48,19 @@ def revert_(model: nn.Module) -> ConversionReport:
         if id(module) not in done:
             new = done[id(module)] = _torch_module(module)
             after = new.weight.numel() * new.weight.element_size()
-            report.append(ConvertedTable(name, *new.weight.shape, module.arena.memory().total, after))
+            before = module.arena.memory().total
+            report.append(ConvertedTable(name, module.num_embeddings, module.embedding_dim, before, after))
         put_module(model, name, done[id(module)])
     return ConversionReport(tuple(report))
 
 
 def _torch_module(module: Embedding | EmbeddingBag) -> nn.Embedding | nn.EmbeddingBag:
     weight, freeze = module.read_table(0).to(module.dtype), not module.placeholder.requires_grad
+    new: nn.Embedding | nn.EmbeddingBag
     if isinstance(module, Embedding):
-        return nn.Embedding.from_pretrained(weight, freeze, module.padding_idx).train(module.training)
-    return nn.EmbeddingBag.from_pretrained(
-        weight, freeze, mode=module.mode, include_last_offset=module.include_last_offset, padding_idx=module.padding_idx
-    ).train(module.training)
+        new = nn.Embedding.from_pretrained(weight, freeze, module.padding_idx)
+    else:
+        new = nn.EmbeddingBag.from_pretrained(
+            weight, freeze, mode=module.mode, include_last_offset=module.include_last_offset, padding_idx=module.padding_idx
+        )
+    return new.train(module.training)
