@@ -54,15 +54,29 @@ def check_codes(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) -> Non
 
 def check_arrays(rows: RowArrays, optimizer: OptimizerArrays | None = None) -> None:
     """Check types, lengths and contiguity of an arena's arrays: kernels take addresses, and would write past the end."""
-    sizes = rows.layout.tables.sizes
-    _check_array("codes", rows.codes, torch.uint8, sizes[0])
-    _check_array("meta words", rows.meta, torch.int32, sizes[1])
-    if rows.cache is not None:
-        _check_array("cached values", rows.cache.values, torch.float32, sizes[2])
-        _check_array("int8 slots", rows.cache.near, torch.int32, sizes[3])
+    codes, meta, layout, cache = rows
+    sizes = layout.tables.sizes
+    if (
+        codes.dtype is not torch.uint8
+        or codes.numel() < sizes[0]
+        or not codes.is_contiguous()
+        or meta.dtype is not torch.int32
+        or meta.numel() < sizes[1]
+        or not meta.is_contiguous()
+    ):  # written out, which takes half the time of calls
+        _check_array("codes", codes, torch.uint8, sizes[0])
+        _check_array("meta words", meta, torch.int32, sizes[1])
+    if cache is not None:
+        values, near = cache[:2]
+        if (
+            values.dtype is not torch.float32 or values.numel() < sizes[2] or not values.is_contiguous()
+            or near.dtype is not torch.int32 or near.numel() < sizes[3] or not near.is_contiguous()
+        ):  # fmt: skip
+            _check_array("cached values", values, torch.float32, sizes[2])
+            _check_array("int8 slots", near, torch.int32, sizes[3])
     if optimizer is not None:
         for state in optimizer.states:
-            size = rows.layout.tables.rows if optimizer.optimizer == F.ROWWISE_ADAGRAD else sizes[4]
+            size = layout.tables.rows if optimizer.optimizer == F.ROWWISE_ADAGRAD else sizes[4]
             _check_array("optimizer state", state, torch.float32, size)
         _check_array("hyperparameters", optimizer.hyper, torch.float64, F.HYPER_FIELDS)
         _check_array("clock", optimizer.clock, torch.int64, F.CLOCK_FIELDS)
