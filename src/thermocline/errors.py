@@ -2,11 +2,15 @@
 
     ThermoclineError
     └── BadInput              an invalid argument (also a ValueError)
-        ├── IdOutOfRange      an id that its table has no row for
+        ├── IdOutOfRange      an id that its table has no row for (also an IndexError and a RuntimeError)
+        ├── BadOffsets        offsets that do not fit their ids (also a RuntimeError)
+        ├── BadPadding        a padding_idx that is no row (also an AssertionError)
+        ├── BadMode           per_sample_weights with a mode that takes none (also a NotImplementedError)
         ├── BadGradient       a gradient that would turn a row into NaN or Inf
         └── FormatError       a file or buffer that is not what it claims to be
 
-Every mistake of a caller is a `ValueError`. Internal invariants are `assert`s.
+Every mistake of a caller is a `ValueError`; those that `torch.nn` knows are also of torch's type, for existing handlers.
+Internal invariants are `assert`s.
 A message names the numbers that disagree and the way out.
 """
 
@@ -63,7 +67,7 @@ def _restore(kind: type[BadInput], args: tuple[Any, ...], fields: dict[str, Any]
     return error
 
 
-class IdOutOfRange(BadInput):
+class IdOutOfRange(BadInput, IndexError, RuntimeError):
     """An id that its table has no row for.
 
     Attributes:
@@ -107,6 +111,18 @@ class IdOutOfRange(BadInput):
     def at(self, position: int) -> IdOutOfRange:
         """The same error at another position."""
         return IdOutOfRange(self.feature, position, self.id, self.rows, self.table, self.name, self.first)
+
+
+class BadOffsets(BadInput, RuntimeError):
+    """Offsets that do not begin at 0, rise, and end at the number of ids."""
+
+
+class BadPadding(BadInput, AssertionError):
+    """A `padding_idx` that is no row of its table."""
+
+
+class BadMode(BadInput, NotImplementedError):
+    """`per_sample_weights` with a mode that takes none."""
 
 
 class BadGradient(BadInput):

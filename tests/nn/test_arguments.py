@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -168,3 +170,26 @@ def test_a_state_of_another_precision_says_how_its_rows_are_taken():
         module.load_state_dict(saved.state_dict())
     module.load_state_dict({f"{name}.weight": saved.get_rows(name) for name in ("user", "item")})
     assert (module.get_rows("user") - saved.get_rows("user")).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    "mistake, kind, fields",
+    [
+        (lambda: tc.Embedding(9, 4, padding_idx=9), AssertionError, {"parameter": "padding_idx", "value": 9}),
+        (lambda: tc.EmbeddingBag(9, 4)(torch.tensor([[1]]), None, torch.ones(1, 1)), NotImplementedError, {"mode": "mean"}),
+        (lambda: tc.EmbeddingBag(9, 4)(torch.tensor([1]), torch.tensor([1])), RuntimeError, {"parameter": "offsets"}),
+        (lambda: tc.EmbeddingBag(9, 4)(torch.tensor([[9]])), RuntimeError, {"id": 9, "rows": 9}),
+        (lambda: tc.Embedding(9, 4)(torch.tensor([-1])), IndexError, {"id": -1, "rows": 9}),
+    ],
+)
+def test_mistakes_raise_what_torch_raises_and_a_bad_input(mistake, kind, fields):
+    with pytest.raises(kind, check=has(**fields)) as raised:
+        mistake()
+    assert isinstance(raised.value, tc.BadInput) and type(pickle.loads(pickle.dumps(raised.value))) is type(raised.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_weight_has_the_output_type_of_the_module(dtype):
+    module = tc.Embedding(9, 4, rows=tc.RowConfig("fp32")).to(dtype)
+    assert torch.equal(module.weight, module(torch.arange(9))) and module.weight.dtype == dtype
+    assert (module(torch.tensor([3])) @ module.weight.T).shape == (1, 9)  # scores against all rows

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.errors import BadInput, FormatError, IdOutOfRange
+from thermocline.errors import BadInput, BadOffsets, FormatError, IdOutOfRange
 
 from .arguments import LookupCall
 from .layout import Layout, output_shape, per_feature
@@ -114,7 +114,7 @@ def raise_bad_offsets(offsets: Tensor, count: int) -> None:
     """Raise if offsets do not begin at 0, rise, and end at the number of ids."""
 
     def bad(message: str, position: int) -> BadInput:
-        return BadInput(message, parameter="offsets", position=position, value=int(offsets[position]))
+        return BadOffsets(message, parameter="offsets", position=position, value=int(offsets[position]))
 
     last = offsets.numel() - 1
     if int(offsets[0]) != 0:

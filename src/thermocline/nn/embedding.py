@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from thermocline.errors import BadInput, IdOutOfRange
+from thermocline.errors import BadInput, BadMode, BadPadding, IdOutOfRange
 from thermocline.ids.idmap import IdMap
 from thermocline.rows.table_spec import check_sizes
 from thermocline.rows.training import lookup
@@ -87,8 +87,8 @@ class _SingleTable(RowsModule):
 
     @property
     def weight(self) -> Tensor:
-        """A read-only copy of all rows in fp32. Change rows with `set_rows`."""
-        return self.read_table(0).as_subclass(ReadOnlyWeight)
+        """A read-only copy of all rows, in the output type of the module. Change rows with `set_rows`."""
+        return self.read_table(0).to(self.dtype).as_subclass(ReadOnlyWeight)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -316,8 +316,8 @@ def _row_of_padding(padding_idx: int | None, rows: int) -> int | None:
     if padding_idx is None:
         return None
     if not (isinstance(padding_idx, Integral) and -rows <= padding_idx < rows):
-        message = f"padding_idx is {padding_idx!r}; use an int from {-rows} to {rows - 1}"
-        raise BadInput(message, parameter="padding_idx", value=padding_idx)
+        message = f"padding_idx must be within num_embeddings: it is {padding_idx!r}; use an int from {-rows} to {rows - 1}"
+        raise BadPadding(message, parameter="padding_idx", value=padding_idx)
     return int(padding_idx) % rows
 
 
@@ -329,11 +329,13 @@ def _check_tensors(input: Tensor, offsets: Tensor | None) -> None:
 
 def _flat_weights(input: Tensor, weights: Tensor, mode: str) -> Tensor:
     if mode != "sum":
-        raise BadInput(f"mode is {mode!r}; per_sample_weights need mode='sum'", parameter="per_sample_weights", mode=mode)
+        message = f"per_sample_weights are only supported for mode='sum', not for {mode!r}"
+        raise BadMode(message, parameter="per_sample_weights", mode=mode)
     check_is_tensor(weights, "per_sample_weights", kind="floats")
     if input.is_nested != weights.is_nested or (not input.is_nested and input.shape != weights.shape):
-        message = f"per_sample_weights are {tuple(weights.shape)}; use {tuple(input.shape)}, the shape of the ids"
-        raise BadInput(message, parameter="per_sample_weights", value=tuple(weights.shape), needed=tuple(input.shape))
+        given, needed = tuple(weights.shape), tuple(input.shape)
+        message = f"per_sample_weights need the same shape as the input: they are {given}; use {needed}"
+        raise BadInput(message, parameter="per_sample_weights", value=given, needed=needed)
     flat_N = weights.values() if weights.is_nested else weights.reshape(-1)
     return flat_N.float() if flat_N.dtype == torch.float64 else flat_N
 

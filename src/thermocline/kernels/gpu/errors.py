@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from thermocline.errors import BadGradient, BadInput, IdOutOfRange
+from thermocline.errors import BadGradient, BadOffsets, IdOutOfRange
 from thermocline.kernels.layout import TableLayout
 
 BAD_ID, BAD_OFFSETS, BAD_GRADIENT = 1, 2, 3
@@ -52,7 +52,7 @@ class ErrorBuffer:
         if kind == BAD_ID:
             raise IdOutOfRange(feature, position, id, rows, *(tables.names_of(feature) if tables else ()))
         if kind == BAD_OFFSETS:
-            raise BadInput(
+            raise BadOffsets(
                 f"offsets of bag {position} run from {id} to {rows}; they must begin at 0, rise, and end at the number of ids",
                 parameter="offsets", position=position, value=(id, rows),
             )  # fmt: skip
