@@ -33,8 +33,9 @@ def revert_(model: nn.Module) -> ConversionReport:
         thermocline.convert_(model)
         thermocline.revert_(model)  # nn.Embedding and nn.EmbeddingBag again
     """
-    if isinstance(model, RowsModule):
-        way = "use nn.Embedding.from_pretrained(module.weight)"
+    given: object = model
+    if isinstance(given, RowsModule) or not isinstance(given, nn.Module):
+        way = "use nn.Embedding.from_pretrained(module.weight)" if isinstance(given, nn.Module) else "use a torch.nn.Module"
         raise BadInput(f"model is a {type(model).__name__}; {way}", parameter="model", value=type(model).__name__)
     modules = model.named_modules(remove_duplicate=False)
     found = [(name, module) for name, module in modules if isinstance(module, (Embedding, EmbeddingBag))]
