@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MOST_DENSE_BYTES = 1 << 30  # of the gradient of `weight`
 
 current_pass = torch._C._current_graph_task_id  # the backward pass that runs, or -1
-at_end_of_pass = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+at_end_of_pass = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class UpdateOnce:
