@@ -24,6 +24,7 @@ from thermocline.serve.protocol.grpc_messages import varint
 from thermocline.serve.protocol.rest import PIECE, write_response
 from thermocline.serve.server import http_server
 from thermocline.serve.server.config import RESERVED_FILES, ServerLimits
+from thermocline.serve.server.in_flight import CALL_BYTES, HEALTH_SHARE
 
 LIVE, STREAM = f"/{schema.SERVICE}/ServerLive", f"/{schema.SERVICE}/ModelStreamInfer"
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -127,6 +128,16 @@ def test_the_size_of_messages_follows_from_the_ids(serve):
     for ids, data in ((1000, ids_message(1000)), (1000, typed("int64_contents", [1] * 1000).SerializeToString())):
         assert infer(running.grpc, data).outputs[0].shape == [ids, DIM]
     assert ask(running.grpc, typed("int64_contents", [1] * 1001).SerializeToString()).code() is INVALID
+
+
+def test_a_request_has_at_most_as_many_tensors_as_the_limit(serve):
+    running = serve(limits=ServerLimits(tensors=63, drain=3))
+    for field in ("inputs", "outputs"):
+        request = message()
+        for number in range(64):
+            getattr(request, field).add(name=f"{number}")
+        error = ask(running.grpc, request.SerializeToString())
+        assert error.code() is INVALID and f"{field} or more, the limit is 63" in error.details()
 
 
 def test_the_largest_request_passes_in_every_encoding(served):
@@ -245,7 +256,19 @@ def test_unread_http_answers_fill_the_same_budget(serve):
         for _ in range(3):
             stack.enter_context(unread_http(running))
         check_refused_until_time_passes(running)
+        connections = running.server._http._runner.server
+        until(lambda: running.pass_time(7200) or not connections.connections, "an unread response is still there")
     assert running.server.repository.metrics.dropped["read"] >= 1
+
+
+def test_health_probes_have_room_beside_a_full_budget(serve):
+    running = serve(limits=ServerLimits(in_flight=HEALTH_SHARE * CALL_BYTES, slow=3600, drain=3))
+    with RawGrpc(running.grpc) as peer:
+        for _ in range(HEALTH_SHARE):
+            peer.call(INFER, ids_message(63), sent=10)
+        until(lambda: len(running.server._service.calls._calls) == HEALTH_SHARE, "the calls did not arrive")
+        assert ask(running.grpc, ids_message(1)).code() is EXHAUSTED
+        assert isinstance(ask(running.grpc, b"", LIVE), bytes)
 
 
 def test_an_answer_larger_than_the_budget_is_sent_alone(serve):

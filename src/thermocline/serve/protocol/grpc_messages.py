@@ -56,7 +56,7 @@ def read_request(data: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> InferRe
     check_counts(data, limits)
     message = parse("ModelInferRequest", data)
     raw, tensors = message.raw_input_contents, message.inputs
-    if len(tensors) > limits.tensors or len(message.outputs) > limits.tensors:  # of a small message
+    if len(tensors) > limits.tensors or len(message.outputs) > limits.tensors:
         refuse_count("inputs", len(tensors), limits.tensors)
         refuse_count("outputs", len(message.outputs), limits.tensors)
     if message.parameters:

@@ -13,17 +13,15 @@ from thermocline.errors import BadInput
 from .tensors import RequestLimits, refuse_count
 
 UNCOUNTED_BYTES = 1 << 15  # smaller messages hold too little to matter; the walk would cost a small request 0.5 us a field
-_REPEATED = {5: "inputs", 6: "outputs", 7: "raw_input_contents"}
 _NESTED = 5  # `inputs` of a request, and `contents` of an input
 _REQUEST, _INPUT, _CONTENTS = range(3)
 _SHAPE, _FP32, _FP64, _BYTES = 3, 6, 7, 8
 
 
 def check_counts(data: bytes, limits: RequestLimits) -> None:
-    """Raise `BadInput` if a ModelInferRequest has more tensors, fields or typed values than a request may have."""
+    """Raise `BadInput` if a ModelInferRequest has more fields or typed values than a request may have."""
     if len(data) <= UNCOUNTED_BYTES:
         return
-    counts = dict.fromkeys(_REPEATED, 0)
     fields = values = 0
     messages = [(0, len(data), _REQUEST)]
     while messages:
@@ -32,9 +30,6 @@ def check_counts(data: bytes, limits: RequestLimits) -> None:
             fields += 1
             refuse_count("fields", fields, limits.fields)
             number, wire, at, after = _field(data, at, end)
-            if kind == _REQUEST and number in counts:
-                counts[number] += 1
-                refuse_count(_REPEATED[number], counts[number], limits.tensors)
             if wire == 2 and number == _NESTED and kind != _CONTENTS:
                 messages.append((at, after, kind + 1))
             elif wire == 2 and (kind == _CONTENTS or (kind == _INPUT and number == _SHAPE)):
