@@ -55,7 +55,12 @@ Follow = Annotated[float, typer.Option("--follow", min=0.0, help="Seconds betwee
 Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Maximum queue delay of a batch, in milliseconds.")]
 Queue = Annotated[int, typer.Option("--queue", min=1, help="Maximum number of queued requests; more are refused.")]
 MaxIds = Annotated[int, typer.Option("--max-ids", min=1, help="Maximum number of ids in one request.")]
-MaxMessage = Annotated[int, typer.Option("--max-message", min=1, help="Maximum size of one request, in MiB.")]
+MaxMessage = Annotated[
+    int | None, typer.Option("--max-message", min=1, help="Maximum size of one request, in MiB (default: from --max-ids).")
+]
+MaxInFlight = Annotated[
+    int, typer.Option("--max-in-flight", min=1, help="Maximum size of all requests and responses in memory, in MiB.")
+]
 TokenFile = Annotated[
     Path | None, typer.Option("--token-file", metavar="FILE", help="File with the bearer token that clients must send.")
 ]
@@ -78,7 +83,8 @@ def run(
     wait: Wait = 0.0,
     queue: Queue = 1024,
     max_ids: MaxIds = 1 << 18,
-    max_message: MaxMessage = 64,
+    max_message: MaxMessage = None,
+    max_in_flight: MaxInFlight = 512,
     token_file: TokenFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -109,7 +115,8 @@ def run(
     except ModuleNotFoundError as error:
         raise BadInput(f"the server needs {error.name}: pip install 'thermocline[serve]'") from error
 
-    limits = ServerLimits(message=max_message << 20, ids=max_ids, queue=queue, wait=wait / 1000)
+    message = None if max_message is None else max_message << 20
+    limits = ServerLimits(max_ids, message=message, queue=queue, wait=wait / 1000, in_flight=max_in_flight << 20)
     server_config = ServerConfig(host, http_port, grpc_port, credentials, limits, follow)
     write_to_stderr(quiet)
 

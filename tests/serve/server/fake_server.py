@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -168,8 +169,10 @@ class FakeLoader:
         return ()
 
 
-def start(folder: Path, limits: ServerLimits | None = None, **settings: Any) -> tuple[Running, Callable[[], None]]:
-    """A server with every model of the folder loaded, and a function that stops it."""
+def start(
+    folder: Path, limits: ServerLimits | None = None, new_loop: Callable[[], Any] | None = None, **settings: Any
+) -> tuple[Running, Callable[[], None]]:
+    """A server with every model of the folder loaded, and a function that stops it. Another loop's clock cannot be advanced."""
     running = Running(folder=folder)
     limits = limits or ServerLimits(drain=3)
 
@@ -179,9 +182,10 @@ def start(folder: Path, limits: ServerLimits | None = None, **settings: Any) -> 
         await running.server.start()
         await running.server.load_all()
 
-    loop = running.loop = asyncio.new_event_loop()
-    clock = loop.time
-    loop.time = lambda: clock() + running.ahead  # type: ignore[method-assign]
+    loop = running.loop = (new_loop or asyncio.new_event_loop)()
+    if new_loop is None:
+        clock = loop.time
+        loop.time = lambda: clock() + running.ahead  # type: ignore[method-assign]
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     running.do(begin())
@@ -201,9 +205,21 @@ def start(folder: Path, limits: ServerLimits | None = None, **settings: Any) -> 
     return running, stop
 
 
+def main() -> None:
+    """Serve a folder in a process of its own: print both addresses, and end with standard input."""
+    running, stop = start(Path(sys.argv[1]))
+    print(running.http, running.grpc, flush=True)
+    sys.stdin.read()
+    stop()
+
+
 def until(true: Callable[[], bool], words: str) -> None:
     """Wait for a condition that another thread brings about."""
     end = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < end, words
         time.sleep(0.002)
+
+
+if __name__ == "__main__":
+    main()

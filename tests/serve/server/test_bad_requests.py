@@ -244,7 +244,7 @@ def test_malformed_http_is_a_client_error(served, head):
 
 
 def test_connections_beyond_the_limit_are_refused(serve):
-    running = serve(limits=ServerLimits(streams=3, slow=3600, drain=3))
+    running = serve(limits=ServerLimits(connections=3, slow=3600, drain=3))
     host, port = running.http.split(":")
     open_ones = [socket.create_connection((host, int(port))) for _ in range(3)]
     try:
@@ -262,7 +262,7 @@ def test_connections_beyond_the_limit_are_refused(serve):
 
 
 def test_bodies_in_memory_have_a_limit(serve):
-    running = serve(limits=ServerLimits(bodies=len(body()) + 10, slow=3600, drain=3))
+    running = serve(limits=ServerLimits(in_flight=len(body()) + 10, slow=3600, drain=3))
     host, port = running.http.split(":")
     with socket.create_connection((host, int(port))) as slow:
         slow.sendall(b"POST /v2/models/tables/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 30\r\n\r\n{")

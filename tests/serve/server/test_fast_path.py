@@ -42,7 +42,16 @@ def encode(ids, feature="user", **fields):
 
 
 class Context:
-    """The context of a gRPC call; `abort` raises its code and message."""
+    """The context of a gRPC call with one message; `abort` raises its code and message."""
+
+    def __init__(self, data):
+        self.data = data
+
+    async def read(self):
+        return self.data
+
+    def add_done_callback(self, callback):
+        pass
 
     def time_remaining(self):
         return None
@@ -81,7 +90,7 @@ def fast(one, data):
 async def both(one, data):
     """The response or error of the server, and that of the general path."""
     try:
-        found = await one.grpc.infer(data, Context())
+        found = await one.grpc.infer(None, Context(data))
     except BadInput as error:
         found = str(error)
     try:
@@ -224,7 +233,7 @@ def calls_to_kernel(infer, data):
             files = [(Path(each.f_code.co_filename), each.f_code.co_name) for each in reversed(chain)]
             chains.append([f"{file.relative_to(PACKAGE)}:{name}" for file, name in files])
 
-    call = infer(data, Context())
+    call = infer(None, Context(data))
     sys.setprofile(profile)
     try:
         with pytest.raises(StopIteration) as done:
@@ -239,7 +248,7 @@ def test_few_calls_lead_from_the_grpc_handler_to_the_kernel(tmp_path, path, feat
     async def test():
         async with served(tmp_path / "saved") as one:
             data = encode([1, 2, 3]) if feature else with_second_input(encode([1, 2, 3]))
-            await one.grpc.infer(data, Context())  # kernels are loaded
+            await one.grpc.infer(None, Context(data))  # kernels are loaded
             calls, response = calls_to_kernel(one.grpc.infer, data)
             assert len(calls) <= MAX_CALLS, calls
             assert calls == drawn_calls("served_lookup", path)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as over_grpc
 import tritonclient.http as over_http
-from fake_server import PATIENCE_S, FakeLoader, FakeTables, make_folder, until, values_of
+from fake_server import PATIENCE_S, FakeLoader, FakeTables, make_folder, start, until, values_of
 from tritonclient.utils import InferenceServerException
 
 from thermocline.errors import BadInput
@@ -147,6 +147,32 @@ def test_a_damaged_version_leaves_the_old_one_in_use(serve, caplog):
         line = index(client)["shop"]
         assert line["state"] == "READY" and line["version"] == "1" and "checksum" in line["reason"]
     assert "load failed; version 1 stays in use" in caplog.messages
+
+
+def test_damaged_models_and_versions_do_not_stop_the_others_at_the_start(tmp_path):
+    folder = make_folder(tmp_path, "film", "shop/8", "shop/9", "shop/10", "zoo")
+    for damaged in ("film", "shop/10"):
+        (folder / damaged / "damaged").touch()
+    running, stop = start(folder)
+    try:
+        with client_of(running, over_grpc) as client:
+            assert client.is_server_ready() and not client.is_model_ready("film")
+            found = index(client)
+            np.testing.assert_array_equal(rows(over_grpc, client), values_of(9, "user")[[3]])
+    finally:
+        stop()
+    states = {name: (line["state"], line["version"]) for name, line in found.items()}
+    assert states == {"film": ("UNAVAILABLE", ""), "shop": ("READY", "9"), "zoo": ("READY", "1")}
+    assert "checksum" in found["film"]["reason"] and "checksum" in found["shop"]["reason"] and not found["zoo"]["reason"]
+    assert [model.version for model in running.models] == ["9", "1"]
+
+
+def test_a_server_without_any_good_version_does_not_start(tmp_path):
+    folder = make_folder(tmp_path, "film", "shop/9")
+    for damaged in ("film", "shop/9"):
+        (folder / damaged / "damaged").touch()
+    with pytest.raises(BadInput, check=lambda error: error.table == "user"):
+        start(folder)
 
 
 @pytest.mark.parametrize(

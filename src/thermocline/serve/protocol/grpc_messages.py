@@ -18,7 +18,18 @@ from google.protobuf.message import DecodeError
 from thermocline.errors import BadInput
 
 from . import schema
-from .tensors import DATATYPES, Array, InferRequest, from_bytes, from_values, refuse_unsupported
+from .tensors import (
+    DATATYPES,
+    DEFAULT_LIMITS,
+    Array,
+    InferRequest,
+    RequestLimits,
+    from_bytes,
+    from_values,
+    refuse_count,
+    refuse_unsupported,
+)
+from .wire import check_counts
 
 _RAW_OUTPUT = b"\x32"  # field 6, length-delimited
 _ID = b"\x1a"  # field 3, length-delimited
@@ -40,10 +51,14 @@ def parse(name: str, data: bytes) -> Any:
         raise BadInput(f"the {len(data)} bytes of this request are not a {name}: {error}", parameter=name) from error
 
 
-def read_request(data: bytes) -> InferRequest:
+def read_request(data: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> InferRequest:
     """Read a ModelInferRequest. Either all inputs have raw bytes, or all have typed contents."""
+    check_counts(data, limits)
     message = parse("ModelInferRequest", data)
     raw, tensors = message.raw_input_contents, message.inputs
+    if len(tensors) > limits.tensors or len(message.outputs) > limits.tensors:
+        refuse_count("inputs", len(tensors), limits.tensors)
+        refuse_count("outputs", len(message.outputs), limits.tensors)
     if message.parameters:
         refuse_unsupported(message.parameters)
     if raw and len(raw) != len(tensors):

@@ -30,6 +30,21 @@ DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 UNSUPPORTED = ("shared_memory_region", "classification", "sequence_id")  # parameters of Triton's extensions
 
 
+class RequestLimits(NamedTuple):
+    """Counts of one request, checked before anything is built."""
+
+    values: int = 1 << 18  # in all inputs
+    tensors: int = 2048  # inputs, and as many outputs
+
+    @property
+    def fields(self) -> int:
+        """Fields of all tensors: name, datatype, shape, parameters, contents."""
+        return 8 * self.tensors
+
+
+DEFAULT_LIMITS = RequestLimits()
+
+
 class InferRequest(NamedTuple):
     """An inference request of either protocol."""
 
@@ -38,6 +53,13 @@ class InferRequest(NamedTuple):
     id: str
     inputs: dict[str, Array]
     outputs: tuple[str, ...]  # empty: all
+
+
+def refuse_count(of: str, found: int, limit: int) -> None:
+    """Raise `BadInput` for a count beyond its limit."""
+    if found > limit:
+        words = f"the request has {found:,} {of} or more, the limit is {limit:,}; split it into several"
+        raise BadInput(words, parameter=of, needed=found, available=limit)
 
 
 def refuse_unsupported(parameters: Mapping[str, Any]) -> None:
@@ -95,7 +117,7 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: object) 
 
 
 def _element_count(name: str, shape: Sequence[int]) -> int:
-    if any(size < 0 for size in shape) or len(shape) > 8:
-        words = f"input {name!r} has shape {list(shape)[:9]}; sizes must be 0 or more, and at most 8 of them"
+    if len(shape) > 8 or any(size < 0 for size in shape):
+        words = f"input {name!r} has shape {list(shape[:9])}; sizes must be 0 or more, and at most 8 of them"
         raise BadInput(words, parameter=name)
     return math.prod(shape)  # Python integers cannot overflow

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from thermocline.serve.protocol.tensors import RequestLimits
+
 LOOPBACK = "127.0.0.1"
+RESERVED_FILES = 96
 
 
 class Credentials(NamedTuple):
@@ -21,16 +26,42 @@ class Credentials(NamedTuple):
 class ServerLimits:
     """Sizes in bytes, times in seconds."""
 
-    message: int = 64 << 20  # of one request
-    ids: int = 1 << 18  # values in all inputs of one request
+    ids: int = 1 << 18  # values in all inputs of one request, and numbers in one JSON response
+    tensors: int = 2048  # inputs of one request, and its outputs
+    message: int | None = None  # of one request; None: what `ids` and `tensors` can need
     queue: int = 1024  # queued requests of one model
     batch: int = 64  # requests in one batch
     batch_ids: int = 1 << 16  # values in one batch of several requests
     wait: float = 0.0  # maximum queue delay: how long the first request of a batch waits for others
-    streams: int = 1024  # concurrent gRPC requests of a connection, and HTTP connections
-    bodies: int = 256 << 20  # HTTP bodies in memory
-    slow: float = 20.0  # to receive an HTTP header, and again for a body; idle connections close after it
+    streams: int = 1024  # concurrent gRPC requests of a connection
+    connections: int = 1024  # of each protocol; fewer if the process may open few files
+    in_flight: int = 512 << 20  # requests and responses in memory, over both protocols
+    slow: float = 20.0  # to receive a header, and again for a body; idle HTTP connections close after it
+    rate: int = 4 << 20  # bytes a second; clients have `slow` and the time at this rate to read a response
+    idle: float = 300.0  # gRPC connections without a request, and streams without a message
     drain: float = 10.0  # for requests in flight at shutdown
+
+    @property
+    def max_message(self) -> int:
+        """Bytes of one request: 20 for each id, as JSON writes the longest, and 1 KiB for each input with its output."""
+        return 20 * self.ids + 1024 * self.tensors if self.message is None else self.message
+
+    @property
+    def request(self) -> RequestLimits:
+        """Counts that the protocols check."""
+        return RequestLimits(self.ids, self.tensors)
+
+    def max_connections(self) -> int:
+        """Connections of each protocol, so that both together leave `RESERVED_FILES` for shards, checkpoints and probes."""
+        used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else RESERVED_FILES
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if allowed == resource.RLIM_INFINITY:
+            return self.connections
+        return max(1, min(self.connections, (allowed - used - RESERVED_FILES) // 2))
+
+    def read_seconds(self, size: int) -> float:
+        """How long a client may take to read a response."""
+        return self.slow + size / self.rate
 
 
 @dataclass(frozen=True)

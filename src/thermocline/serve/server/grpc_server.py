@@ -2,11 +2,15 @@
 
 Handlers take and return bytes: a deserializer given to gRPC would report a truncated message as INTERNAL. grpc.aio cancels a
 coroutine when its client leaves or its deadline passes. The batcher also checks deadlines, because a busy loop cannot cancel.
+
+Unary methods are registered as stream-unary, which is the same on the wire and takes the same time: the handler starts before
+the message arrives, so that calls with a half-sent message are counted and timed (`in_flight.py`).
 """
 
 from __future__ import annotations
 
 import hmac
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from time import perf_counter
 from typing import Any
@@ -18,6 +22,7 @@ from thermocline.errors import BadInput
 from thermocline.serve.errors import UnknownModel
 from thermocline.serve.protocol import schema
 from thermocline.serve.protocol.grpc_messages import parse, read_request, write_response, write_streamed
+from thermocline.serve.protocol.tensors import refuse_count
 
 from .config import Credentials, ServerLimits
 from .fast_path import look_up_rows
@@ -25,25 +30,33 @@ from .inference_service import NO_DEADLINE, InferenceService
 
 Method = Callable[[Any], "dict[str, Any] | Awaitable[dict[str, Any]]"]
 _PUBLIC = ("ServerLive", "ServerReady")  # without a token, for health probes
+_HEALTH = (*_PUBLIC, "ModelReady")
+MAX_CONTROL_BYTES = 1 << 16  # of a request that holds no tensors
 
 
 class GrpcService:
     """Methods of the gRPC service `inference.GRPCInferenceService`."""
 
     def __init__(self, service: InferenceService) -> None:
-        self._service = service
+        self._service, self._counts = service, service.limits.request
 
-    async def infer(self, data: bytes, context: Any) -> bytes:
+    async def infer(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
         """ModelInfer."""
-        received, model, service = perf_counter(), "", self._service
+        model, service = "", self._service
         try:
-            request = read_request(data)
+            call = service.calls.begin(context)
+            data = await _message(context)
+            received = perf_counter()
+            call.execute(len(data))
+            request = read_request(data, self._counts)
             model = request.model
             served = service.find(request)
             if (response := look_up_rows(served, request, received)) is not None:
+                call.respond(len(response))
                 return response
             remaining = context.time_remaining()
             result = await service.infer(request, served, NO_DEADLINE if remaining is None else received + remaining)
+            call.respond(sum(array.nbytes for array in result.outputs.values()))
             response = write_response(model, result.version, request.id, result.outputs)
         except Exception as error:
             return await self._abort(model, error, context)
@@ -53,19 +66,29 @@ class GrpcService:
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """ModelStreamInfer: responses in the order of requests. An invalid request does not end the stream."""
         service = self._service
+        try:
+            call = service.calls.begin(context)
+        except Exception as error:
+            await self._abort("", error, context)
+        call.wait("idle", service.limits.idle)
         async for data in requests:
             received, model = perf_counter(), ""
             try:
-                request = read_request(data)
+                call.execute(len(data))
+                request = read_request(data, self._counts)
                 model = request.model
                 result = await service.infer(request, service.find(request))
+                call.respond(sum(array.nbytes for array in result.outputs.values()))
                 response = write_streamed(write_response(model, result.version, request.id, result.outputs))
             except Exception as error:
                 status = service.fail(model, error)
+                call.wait("read", service.limits.slow)
                 yield schema.message("ModelStreamInferResponse")(error_message=status.message).SerializeToString()
+                call.next_message()
                 continue
             service.record(model, result, received, perf_counter())
             yield response
+            call.next_message()
 
     async def _abort(self, model: str, error: Exception, context: Any) -> bytes:
         status = self._service.fail(model, error)
@@ -86,20 +109,25 @@ class GrpcService:
             "RepositoryModelLoad": self._load,
             "RepositoryModelUnload": self._unload,
         }
-        methods = {name: grpc.unary_unary_rpc_method_handler(self._unary(name, method)) for name, method in unary.items()}
-        methods["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self.infer)
+        methods = {name: grpc.stream_unary_rpc_method_handler(self._unary(name, method)) for name, method in unary.items()}
+        methods["ModelInfer"] = grpc.stream_unary_rpc_method_handler(self.infer)
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self.stream)
         return methods
 
-    def _unary(self, name: str, method: Method) -> Callable[[bytes, Any], Awaitable[bytes]]:
+    def _unary(self, name: str, method: Method) -> Callable[[AsyncIterator[bytes], Any], Awaitable[bytes]]:
         """A handler of a method that returns its response as a dictionary."""
-        response = schema.message(f"{name}Response")
+        response, calls = schema.message(f"{name}Response"), self._service.calls
 
-        async def handle(data: bytes, context: Any) -> bytes:
+        async def handle(requests: AsyncIterator[bytes], context: Any) -> bytes:
             try:
+                call = calls.begin(context, name in _HEALTH)
+                data = await _message(context)
+                call.until = math.inf
+                refuse_count(f"bytes of a {name}Request", len(data), MAX_CONTROL_BYTES)
                 returned = method(parse(f"{name}Request", data))
                 fields = returned if isinstance(returned, dict) else await returned
                 encoded: bytes = ParseDict(fields, response(), descriptor_pool=schema.POOL).SerializeToString()
+                call.wait("read", self._service.limits.slow)
                 return encoded
             except Exception as error:
                 return await self._abort("", error, context)
@@ -124,15 +152,24 @@ class GrpcService:
         return {}
 
 
+async def _message(context: Any) -> bytes:
+    """The one message of a unary request."""
+    data = await context.read()
+    if data is grpc.aio.EOF:
+        raise BadInput("the request ended before its message", parameter="message")
+    message: bytes = data
+    return message
+
+
 class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Refuses calls without the bearer token."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
-        self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
+        self._refusal = grpc.stream_unary_rpc_method_handler(self._refuse)  # does not wait for the message
 
     @staticmethod
-    async def _refuse(data: bytes, context: Any) -> bytes:
+    async def _refuse(requests: AsyncIterator[bytes], context: Any) -> bytes:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "send the header 'authorization: Bearer TOKEN'")
         raise AssertionError("abort raises")
 
@@ -144,12 +181,21 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         return self._refusal
 
 
+def _milliseconds(seconds: float) -> int:
+    return min(int(1000 * seconds), 2**31 - 1)
+
+
 def make_server(service: InferenceService, limits: ServerLimits, credentials: Credentials) -> Any:
     """A gRPC server that is not bound to a port yet."""
     options = [
-        ("grpc.max_receive_message_length", limits.message),
+        ("grpc.max_receive_message_length", limits.max_message),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", limits.streams),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections()),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(limits.slow)),
+        ("grpc.max_connection_idle_ms", _milliseconds(limits.idle)),
+        ("grpc.keepalive_time_ms", _milliseconds(limits.idle)),  # ends connections to machines that are gone
+        ("grpc.keepalive_timeout_ms", _milliseconds(limits.slow)),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.http2.bdp_probe", 0),  # pings that measure the link, with every larger response
         ("grpc.enable_channelz", 0),

@@ -1,6 +1,8 @@
 """The protocol over HTTP, on aiohttp, in the same event loop as gRPC; and the status page and Prometheus metrics.
 
-aiohttp closes a connection whose header is not complete after `ServerLimits.slow`; reading a body is timed here.
+aiohttp closes a connection whose header is not complete after `ServerLimits.slow`. Reading a body and sending a large response
+are timed here. Large JSON is read and written in one worker thread. Beyond the limit of connections, a few more are accepted
+that get an answer to a health probe, and 503 for anything else.
 """
 
 from __future__ import annotations
@@ -9,17 +11,29 @@ import asyncio
 import hmac
 import json
 import logging
+import socket
 import ssl
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from aiohttp import web
 
 from thermocline.errors import BadInput
-from thermocline.serve.errors import Overloaded
-from thermocline.serve.protocol.rest import HEADER_LENGTH, read_json, read_request, write_response
+from thermocline.serve.protocol.rest import (
+    HEADER_LENGTH,
+    NUMBER_BYTES,
+    PIECE,
+    json_length,
+    json_numbers,
+    read_json,
+    read_request,
+    write_response,
+)
+from thermocline.serve.protocol.tensors import RequestLimits
 
 from .config import Credentials, ServerLimits
 from .inference_service import InferenceService
@@ -31,7 +45,10 @@ _PUBLIC = ("/v2/health/live", "/v2/health/ready")  # without a token, for health
 _SILENT = logging.getLogger("thermocline.serve.aiohttp")
 _SILENT.disabled = True
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_ANSWER = "HTTP/1.1 {} {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+PROBES, PROBE_SECONDS = 32, 2.0  # connections beyond the limit, and how long each may take to send its request
+LOOP_BYTES = 1 << 15  # JSON that is read in the event loop, and responses that are sent without a time limit
+_T = TypeVar("_T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -42,9 +59,11 @@ class HttpServer:
         self, service: InferenceService, limits: ServerLimits, credentials: Credentials, history: MetricsHistory
     ) -> None:
         self._service, self._limits, self._history, self._tls = service, limits, history, _tls(credentials)
-        self._reading = 0  # bytes of bodies
+        self.over = 0  # connections beyond the limit
+        self._worker = ThreadPoolExecutor(1, "json")
         guards = [_token_middleware(credentials.token)] if credentials.token else []
-        app = web.Application(client_max_size=limits.message, middlewares=[self._close_when_draining, *guards, self._errors])
+        middlewares = [self._close_when_draining, *guards, self._errors]
+        app = web.Application(client_max_size=limits.max_message, middlewares=middlewares)
         app.add_routes(self._routes())
         self._runner = web.AppRunner(
             app, access_log=None, logger=_SILENT, handler_cancellation=True, keepalive_timeout=limits.slow,
@@ -55,11 +74,11 @@ class HttpServer:
     async def start(self, host: str, port: int) -> int:
         """Open the port, and return its number."""
         await self._runner.setup()
-        server, most = self._runner.server, self._limits.streams
+        server, most = self._runner.server, self._limits.max_connections()
         assert server is not None
 
         def connection() -> asyncio.Protocol:
-            return server() if len(server.connections) < most else _ConnectionLimit()
+            return server() if len(server.connections) < most else _OverLimit(self)
 
         loop = asyncio.get_running_loop()
         try:
@@ -67,7 +86,18 @@ class HttpServer:
         except OSError as error:
             words = f"cannot listen on {host}:{port} for HTTP: {error.strerror}"
             raise BadInput(words, parameter="http_port", value=port) from error
-        return int(self._listening.sockets[0].getsockname()[1])
+        listening = self._listening.sockets[0]
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: the kernel ends those whose peer stopped reading
+            unread = min(int(1000 * self._limits.read_seconds(0)), 2**31 - 1)
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread)
+        return int(listening.getsockname()[1])
+
+    def probe(self, path: bytes) -> int:
+        """The status for a connection beyond the limit."""
+        if path == b"/v2/health/live" or (path == b"/v2/health/ready" and self._service.repository.ready):
+            return 200
+        self._service.metrics.dropped["limit"] += 1
+        return 503
 
     async def stop(self) -> None:
         """Close the port, finish requests in flight, close connections."""
@@ -75,6 +105,7 @@ class HttpServer:
             self._listening.close()
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._runner.cleanup(), self._limits.drain + 1)
+        self._worker.shutdown(wait=False)
 
     def _routes(self) -> list[web.RouteDef]:
         service, model = self._service, _model_and_version
@@ -100,40 +131,82 @@ class HttpServer:
         routes = [web.get(path, _as_coroutine(method)) for path, method in get.items()]
         return routes + [web.post(path, method) for path, method in post.items()]
 
-    async def _infer(self, request: web.Request) -> web.Response:
+    async def _infer(self, request: web.Request) -> web.StreamResponse:
         """POST /v2/models/MODEL/infer."""
         model, version = _model_and_version(request)
-        body = await self._body(request)
-        received, service = perf_counter(), self._service
-        parsed, binary = read_request(model, version, body, request.headers.get(HEADER_LENGTH))
-        result = await service.infer(parsed, service.find(parsed))
-        encoded, length = write_response(model, result.version, parsed.id, result.outputs, binary)
-        service.record(model, result, received, perf_counter())
-        if length is None:
-            return web.Response(body=encoded, content_type="application/json")
-        return web.Response(body=encoded, content_type="application/octet-stream", headers={HEADER_LENGTH: str(length)})
+        service, counts = self._service, self._limits.request
+        with self._holding() as take:
+            body = await self._body(request, take)
+            received = perf_counter()
+            length = json_length(body, request.headers.get(HEADER_LENGTH))
+            parsed, binary = await self._run(length > LOOP_BYTES, read_request, model, version, body, length, counts)
+            result = await service.infer(parsed, service.find(parsed))
+            numbers = json_numbers(result.outputs, binary, counts.values)
+            take(NUMBER_BYTES * numbers + sum(array.nbytes for array in result.outputs.values()))
+            written = (model, result.version, parsed.id, result.outputs, binary)
+            encoded, json_bytes = await self._run(numbers > PIECE, write_response, *written)
+            service.record(model, result, received, perf_counter())
+            kind = "application/json" if json_bytes is None else "application/octet-stream"
+            headers = {} if json_bytes is None else {HEADER_LENGTH: str(json_bytes)}
+            del result, written, body, parsed
+            return await self._send(request, web.Response(body=encoded, content_type=kind, headers=headers), len(encoded))
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _run(self, in_worker: bool, work: Callable[..., _T], *given: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work, *given) if in_worker else work(*given)
+
+    @contextmanager
+    def _holding(self) -> Iterator[Callable[[int], None]]:
+        """A function that takes bytes of the budget until the end of the block."""
+        budget, held = self._service.budget, 0
+
+        def take(size: int) -> None:
+            nonlocal held
+            budget.take(size, held)
+            held += size
+
+        try:
+            yield take
+        finally:
+            budget.give(held)
+
+    async def _send(self, request: web.Request, response: web.Response, size: int) -> web.StreamResponse:
+        """Send a large response here, where its bytes count and its client has a time limit; aiohttp sends a small one."""
+        if size <= LOOP_BYTES:
+            return response
+
+        async def send() -> None:
+            await response.prepare(request)
+            await response.write_eof()
+
+        if self._service.repository.draining:
+            response.force_close()
+        try:
+            await asyncio.wait_for(send(), self._limits.read_seconds(size))
+        except asyncio.TimeoutError:
+            self._service.metrics.dropped["read"] += 1
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client did not read its response") from None
+        return response
+
+    async def _body(self, request: web.Request, take: Callable[[int], None]) -> bytes:
         """The body, if there is memory for it and it arrives in time."""
         if not request.body_exists:
             return b""
         length, limits = request.content_length, self._limits
-        if length is not None and length > limits.message:
-            raise web.HTTPRequestEntityTooLarge(limits.message, length)
-        taken = limits.message if length is None or "Content-Encoding" in request.headers else length
-        if self._reading + taken > limits.bodies:
-            raise Overloaded(f"{self._reading:,} bytes of requests are in memory, the limit is {limits.bodies:,}; try later")
-        self._reading += taken
+        if length is not None and length > limits.max_message:
+            raise web.HTTPRequestEntityTooLarge(limits.max_message, length)
+        take(limits.max_message if length is None or "Content-Encoding" in request.headers else length)
         try:
             return await asyncio.wait_for(request.read(), limits.slow)
         except asyncio.TimeoutError:
+            self._service.metrics.dropped["body"] += 1
             raise web.HTTPRequestTimeout(text=f"the body did not arrive within {limits.slow:g} s") from None
-        finally:
-            self._reading -= taken
 
     async def _json(self, request: web.Request) -> dict[str, Any]:
-        body = await self._body(request)
-        return read_json(body) if body.strip() else {}
+        with self._holding() as take:
+            body = await self._body(request, take)
+            return read_json(body, RequestLimits(0)) if body.strip() else {}
 
     async def _index(self, request: web.Request) -> web.Response:
         return _json_response(self._service.repository.index((await self._json(request)).get("ready") is True))
@@ -148,7 +221,8 @@ class HttpServer:
         return web.Response()
 
     async def _unload(self, request: web.Request) -> web.Response:
-        await self._body(request)
+        with self._holding() as take:
+            await self._body(request, take)
         self._service.repository.unload(request.match_info["model"])
         return web.Response()
 
@@ -209,13 +283,32 @@ def _token_middleware(token: str) -> Any:
     return check
 
 
-class _ConnectionLimit(asyncio.Protocol):
-    """Refuses a connection beyond the limit."""
+class _OverLimit(asyncio.Protocol):
+    """A connection beyond the limit: health probes are answered, other requests refused."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server, self._head = server, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(_FULL)
-        transport.close()
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports derive from nothing
+        self._server.over += 1
+        self._timer = asyncio.get_running_loop().call_later(PROBE_SECONDS, self._transport.abort)
+        if self._server.over > PROBES:
+            self._close(b"")
+
+    def data_received(self, data: bytes) -> None:
+        self._head += data
+        if not self._transport.is_closing() and (b"\r\n\r\n" in self._head or len(self._head) > 1 << 13):
+            self._close((*self._head.split(b" ", 2), b"")[1])
+
+    def _close(self, path: bytes) -> None:
+        status = self._server.probe(path)
+        self._transport.write(_ANSWER.format(status, HTTPStatus(status).phrase).encode())
+        self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.over -= 1
+        self._timer.cancel()
 
 
 def _tls(credentials: Credentials) -> ssl.SSLContext | None:

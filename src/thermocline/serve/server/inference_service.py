@@ -14,6 +14,7 @@ from thermocline.serve.protocol.tensors import Array, InferRequest
 
 from .config import ServerLimits
 from .dynamic_batcher import QueuedRequest
+from .in_flight import ByteBudget, GrpcCalls
 from .json_log import log_fault
 from .metrics import LatencyHistogram, ServerMetrics
 from .model_repository import ModelRepository, ServedVersion
@@ -65,6 +66,9 @@ class InferenceService:
 
     def __init__(self, repository: ModelRepository, limits: ServerLimits, metrics: ServerMetrics) -> None:
         self.repository, self.limits, self.metrics = repository, limits, metrics
+        self.budget = ByteBudget(limits.in_flight)
+        self.calls = GrpcCalls(self.budget, limits, metrics.dropped)
+        metrics.in_flight = lambda: self.budget.held
 
     def find(self, request: InferRequest) -> ServedVersion:
         """The model version of a request. Raises `NotReady` or `UnknownModel`."""

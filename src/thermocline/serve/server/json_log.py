@@ -53,3 +53,4 @@ def write_to_stderr(quiet: bool = False) -> None:
     LOGGER.addHandler(lines)
     LOGGER.setLevel(logging.ERROR if quiet else logging.INFO)
     LOGGER.propagate = False
+    logging.getLogger("grpc._cython.cygrpc").disabled = True  # a traceback for every client that leaves; faults are logged here

@@ -21,6 +21,8 @@ from thermocline.serve.served_model import ShardStatus
 
 SECONDS = 120  # of the history
 STAGES = ("read", "queue", "infer", "write", "all")
+# Why the server closes connections: a body that does not arrive, a response that is not read, an idle stream, too many.
+DROP_REASONS = ("body", "read", "idle", "limit")
 # Seconds.
 BOUNDS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -98,6 +100,8 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.models: dict[str, ModelMetrics] = {}
         self.watch: Callable[[], Iterable[ModelSnapshot]] = tuple
+        self.dropped: Counter[str] = Counter()  # connections by reason
+        self.in_flight: Callable[[], int] = int  # bytes
         self.started = time.time()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -141,6 +145,11 @@ class ServerMetrics:
             queued.add_metric((model.name,), model.queued)
             version.add_metric((model.name, model.version), 1)
         yield from (seconds, answered, ids, batches, lookups, ready, held, imbalance, queued, version)
+        yield GaugeMetricFamily("thermocline_in_flight_bytes", "Requests and responses in memory.", self.in_flight())
+        dropped = CounterMetricFamily("thermocline_dropped_connections", "Connections closed by reason.", labels=("reason",))
+        for reason in DROP_REASONS:
+            dropped.add_metric((reason,), self.dropped[reason])
+        yield dropped
 
 
 class MetricsSample(NamedTuple):

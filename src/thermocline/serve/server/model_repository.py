@@ -6,7 +6,8 @@ The folder is a checkpoint, which is then the model `tables`, or it holds checkp
     FOLDER/NAME/3/         a checkpoint: version 3 of the model NAME
 
 A version loads beside the one in use and replaces it between two requests. The old version closes after its last request. If
-loading fails, the old version stays in use, and the index gives the reason. Companion models answer from the tables of a loaded
+loading fails, the old version stays in use, and the index gives the reason. At the start, an older version replaces a damaged
+newest one, and a model without a good version does not stop the others. Companion models answer from the tables of a loaded
 model: they load, unload and change versions with it. Names come from clients: their folders must lie in the repository.
 """
 
@@ -154,11 +155,31 @@ class ModelRepository:
         return bool(self._load_threads)
 
     async def load_all(self) -> None:
-        """Load every model of the folder, one after another."""
+        """Load every model of the folder, one after another. Raises only if none can be loaded."""
         self._pending.update(names := self.names())
+        errors = []
         for name in names:
-            await self.load(name)
+            try:
+                await self._load_newest(name)
+            except Exception as error:  # the log and the index have it
+                errors.append(error)
             self._pending.discard(name)
+        if errors and not self._served:
+            raise errors[0]
+
+    async def _load_newest(self, name: str) -> None:
+        """Load the newest version that can be loaded. The index gives the reason if there is a newer one."""
+        errors = []
+        for version in reversed(self.versions(name)):
+            try:
+                await self.load(name, version)
+            except Exception as error:
+                errors.append(error)
+                continue
+            if errors:
+                self._reasons[name] = str(errors[0])[:400]
+            return
+        raise errors[0]
 
     async def load(self, name: str, version: str = "", quiet: bool = False) -> None:
         """Load a version (empty: the newest) beside the one in use, then replace it."""

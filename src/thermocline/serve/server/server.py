@@ -70,6 +70,7 @@ class InferenceServer:
         while True:
             await asyncio.sleep(1)
             self._history.sample()
+            self._service.calls.sweep()
 
     async def _follow(self) -> None:
         while True:
