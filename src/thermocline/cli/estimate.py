@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import Debug, Json, Quiet
-from .output import console, deliver, table
+from .output import console, deliver, print_table
 
 if TYPE_CHECKING:
     from thermocline.plan import TablesConfig, Topology
@@ -39,8 +39,9 @@ def estimate(
     found, batch = _read(tables)
     estimates = estimate_memory(found, cluster, batch)
     assumptions = list(notes(found, estimates, cluster, batch))
-    if deliver(_as_json(found, cluster, estimates, assumptions), json, False):
-        _print(found, cluster, estimates, [] if quiet else assumptions)
+    with deliver(_as_json(found, cluster, estimates, assumptions), json, False) as shown:
+        if shown:
+            _print(found, cluster, estimates, [] if quiet else assumptions)
 
 
 def _read(given: str) -> tuple[TablesConfig, int | None]:
@@ -92,18 +93,19 @@ def _print(tables: TablesConfig, topology: Topology | None, estimates: Sequence[
         parts = [show_bytes(found.parts[part]) for part in PARTS]
         sizes.append((found.choice.name, *parts, show_bytes(found.total), show_bytes(found.host)))
         fits.append((found.choice.name, _fit_words(found.on_gpu), _fit_words(found.on_host)))
-    out.print(table(("precision", *PARTS, "total", "on hosts, if codes are"), sizes, ("precision",)))
+    parts_heads = [part.replace(" ", "\n") for part in PARTS]
+    print_table(("precision", *parts_heads, "total", "on hosts,\nif codes are"), sizes, ("precision",))
     if topology:
         memory = show_bytes(topology.gpu.memory)
         out.print(f"\n{topology.name or 'topology'}: {memory} per GPU, {topology.gpus_per_node} GPUs per node")
         heads = ("GPUs needed", "everything on GPUs", "codes on hosts")
-        out.print(table(heads, fits, heads))
+        print_table(heads, fits, heads)
     out.print()
     largest = sorted(tables.tables, key=lambda t: -t.rows * t.dim)[:_MOST_TABLES]
     rows = [(t.name, f"{t.rows:,}", str(t.dim), *(show_bytes(each.tables[t.name]) for each in estimates)) for t in largest]
     if len(tables.tables) > len(largest):
         rows.append((f"and {len(tables.tables) - len(largest):,} smaller tables",))
-    out.print(table(("table", "rows", "dim", *(found.choice.name for found in estimates)), rows, ("table",)))
+    print_table(("table", "rows", "dim", *(found.choice.name.replace(" + ", "\n+ ") for found in estimates)), rows, ("table",))
     for note in notes:
         out.print(f"[dim]{note}[/dim]")
 

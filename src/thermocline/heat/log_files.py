@@ -66,12 +66,24 @@ def profile_files(
 
         profile_files(["day_0.parquet", "day_1.parquet"], ["user", "item"], output="heat.tc")
     """
+    partial = None if output is None else Path(f"{output}.partial")
+    result = count_files(paths, columns, settings, partial, report, stop)
+    if output is not None and partial is not None:
+        result.save(output)
+        partial.unlink(missing_ok=True)
+    return result
+
+
+def count_files(
+    paths: Sequence[Path | str], columns: Sequence[str], settings: ProfilerSettings | None, partial: Path | None,
+    report: Report, stop: Callable[[], bool],
+) -> HeatProfile:  # fmt: skip
+    """As `profile_files`, with the state in `partial` and without a result file."""
     files, columns = open_logs(paths, columns)
     total = sum(file.samples for file in files)
     if total == 0:
         raise BadInput(f"there are no samples in {', '.join(str(file.path) for file in files)}", parameter="paths")
     profiler = Profiler(columns, settings or ProfilerSettings(), total)
-    partial = None if output is None else Path(f"{output}.partial")
     of = {"files": [_mark(file.path) for file in files], "columns": columns}
     if partial is not None and partial.is_file():
         profiler.restore(partial, of)
@@ -85,11 +97,7 @@ def profile_files(
                 raise ProfilingInterrupted(message)
         report(profiler.done, total, path.name)
         profiler.add(chunk)
-    result = profiler.result(", ".join(str(file.path) for file in files))
-    if output is not None and partial is not None:
-        result.save(output)
-        partial.unlink(missing_ok=True)
-    return result
+    return profiler.result(", ".join(str(file.path) for file in files))
 
 
 def _chunks(files: Sequence[LogFile], columns: Sequence[str], first: int) -> Iterator[tuple[Path, dict[str, LogIds]]]:

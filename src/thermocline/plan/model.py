@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from thermocline.errors import FormatError
+from thermocline.errors import FormatError, write_text
 
 from .io import FileModel
 from .tables import Optimizer, Pooling
@@ -279,7 +279,7 @@ class Plan(FileModel):
 
     def save(self, path: str | Path) -> None:
         """Write plan.json."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_text(path, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

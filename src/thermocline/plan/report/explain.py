@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +21,12 @@ EQUAL = 1e-6  # of the step: a smaller difference counts as none
 LINK_NAMES = {"card": "within a GPU", "host": "GPU to host", "node": "within a node", "cluster": "between nodes"}
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: Plan, width: int | None = None) -> str:
     """Describe a plan as plain text: the step by part, traffic, memory, alternatives, and the reasons for each table.
 
     Args:
         plan: The plan.
+        width: Wrap lines at this many columns; by default, lines are as long as they need to be.
 
     Returns:
         The text.
@@ -36,22 +39,22 @@ def explain(plan: Plan) -> str:
     more = [(each.what, value_words(each.saves), each.detail) for each in plan.sensitivities]
     parts = [
         [headline(plan), f"Limited by: {plan.binding}."],
-        _section("Predicted step, by part", step_rows(plan)),
-        _section("Bytes sent per GPU and step", sent),
-        _section("GPU memory", memory_rows(plan)),
-        _section("Value of more hardware", more),
-        *([_section(f"{LEVERS_HEAD} ({LEVERS_NOTE})", suggestion_rows(plan))] if plan.suggestions else []),
-        _section("Candidate plans", [CANDIDATE_HEADS, *candidate_rows(plan)]),
+        _section("Predicted step, by part", step_rows(plan), width),
+        _section("Bytes sent per GPU and step", sent, width),
+        _section("GPU memory", memory_rows(plan), width),
+        _section("Value of more hardware", more, width),
+        *([_section(f"{LEVERS_HEAD} ({LEVERS_NOTE})", suggestion_rows(plan), width)] if plan.suggestions else []),
+        _section("Candidate plans", [CANDIDATE_HEADS, *candidate_rows(plan)], width),
     ]
     if len(plan.tables) > MOST_DESCRIBED:
-        parts.append(_section("Tables, by choice", [GROUP_HEADS, *group_rows(plan)]))
+        parts.append(_section("Tables, by choice", [GROUP_HEADS, *group_rows(plan)], width))
         parts.append([f"The {MOST_DESCRIBED} of {count(len(plan.tables))} tables that take most of the step"])
     else:
         parts.append(["Tables"])
     parts += [_description(plan, table) for table in heaviest(plan, MOST_DESCRIBED)]
     if plan.notes:
         parts.append(["Notes", *(f"  {note}" for note in plan.notes)])
-    return "\n\n".join("\n".join(_printable(line) for line in lines) for lines in parts) + "\n"
+    return "\n\n".join("\n".join(_wrapped(_printable(line), width) for line in lines) for lines in parts) + "\n"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -285,16 +288,50 @@ def _description(plan: Plan, table: TablePlan) -> list[str]:
     ]
 
 
-def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Rows of cells as lines; columns with numbers are right-aligned."""
+def aligned(rows: Sequence[Sequence[object]], width: int | None = None) -> list[str]:
+    """Rows of cells as lines; columns with numbers are right-aligned.
+
+    Where a line is longer than `width`, the last column, if it has text, goes to lines of its own, and the first is folded.
+    """
+    lines = _aligned(rows)
+    if width is None or max(map(len, lines), default=0) <= width:
+        return lines
+    details = [""] * len(rows)
+    if not any(isinstance(row[-1], Number) for row in rows):
+        rows, details = [row[:-1] for row in rows], [str(row[-1]) for row in rows]
+    room = width - max(len(line) for line in _aligned([("", *row[1:]) for row in rows]))
+    folded: list[Sequence[object]] = []
+    under: list[str] = []
+    for row, detail in zip(rows, details, strict=True):
+        *first, last = textwrap.wrap(str(row[0]), max(room, 12)) or [""]
+        folded += [*((part, *[""] * (len(row) - 1)) for part in first), (last, *row[1:])]
+        under += [*[""] * len(first), detail]
+    return [text for line, detail in zip(_aligned(folded), under, strict=True) for text in (line, *_indented(detail, width))]
+
+
+def _indented(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+
+
+def _wrapped(line: str, width: int | None) -> str:
+    """The line, wrapped under the words after its label, which two spaces end."""
+    if width is None or len(line) <= width:
+        return line
+    indent = re.match(r" *(\S.*?  +)?", line)
+    assert indent is not None
+    under = " " * (indent.end() if indent.end() < width // 2 else 4)
+    return "\n".join(textwrap.wrap(line, width, subsequent_indent=under, break_on_hyphens=False))
+
+
+def _aligned(rows: Sequence[Sequence[object]]) -> list[str]:
     columns = list(zip(*rows, strict=True))
     signs = [">" if any(isinstance(cell, Number) for cell in column) else "<" for column in columns]
     widths = [f"{sign}{max(len(str(cell)) for cell in column)}" for sign, column in zip(signs, columns, strict=True)]
     return ["  ".join(format(str(cell), width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _section(heading: str, rows: Sequence[Sequence[object]]) -> list[str]:
-    return [heading, *(f"  {line}" for line in aligned(rows) or ["nothing"])]
+def _section(heading: str, rows: Sequence[Sequence[object]], width: int | None) -> list[str]:
+    return [heading, *(f"  {line}" for line in aligned(rows, width and width - 2) or ["nothing"])]
 
 
 def _printable(line: str) -> str:
