@@ -40,7 +40,7 @@ def make(
         int | None, typer.Option("--nodes", min=1, help="Number of nodes, in place of that of the topology.")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", help="GPU memory for tables, such as 40GiB.", show_default="all")
+        str | None, typer.Option("--budget", help="GPU memory for tables: 40GiB, or a share such as 1/2.", show_default="all")
     ] = None,
     goal: Annotated[Literal["train", "serve"], typer.Option("--goal", help="Optimize training or serving.")] = "train",
     gradients: Annotated[

@@ -77,7 +77,7 @@ def dlrm(
     cache: Cache = None,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", metavar="BYTES", help="Bytes for rows and cache with --precision auto: 2GiB."),
+        typer.Option("--budget", metavar="BYTES", help="With --precision auto, bytes of rows and cache: 2GiB, or 1/8 of fp32."),
     ] = None,
     policy: Policy = "lfu",
     residency: Annotated[
