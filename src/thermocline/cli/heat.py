@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,7 @@ from rich import box
 from thermocline.errors import BadInput, write_text
 
 from .options import Debug, Json, Quiet, check_file, command_group
-from .output import deliver, print_table, progress_bar, stop_on_interrupt
+from .output import console, deliver, print_table, progress_bar, stop_on_interrupt
 
 if TYPE_CHECKING:
     from thermocline.heat import HeatProfile
@@ -50,6 +50,9 @@ def profile(
     ] = "1GiB",
     batch: Annotated[int, typer.Option("--batch", min=1, help="Samples per GPU and step, to count repeats.")] = 2048,
     cards_per_node: Annotated[int, typer.Option("--cards-per-node", min=1, help="GPUs per node, to count repeats.")] = 8,
+    skip_bad: Annotated[
+        int, typer.Option("--skip-bad", min=0, metavar="LINES", help="Leave out up to this many bad lines of text files.")
+    ] = 0,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -57,17 +60,21 @@ def profile(
     """Count the lookups of a log. Ctrl-C saves the state; the same command continues."""
     from thermocline.heat import ProfilerSettings, ProfilingInterrupted
     from thermocline.heat.log_files import count_files
+    from thermocline.heat.log_reader import open_logs
     from thermocline.plan.units import read_bytes
 
     settings = ProfilerSettings(read_bytes(memory), batch, cards_per_node)
     start, partial = time.perf_counter(), Path(f"{output}.partial")
     try:
         with progress_bar(quiet) as progress, stop_on_interrupt() as stop:
-            heat = count_files(logs, _names(columns), settings, partial, progress, stop)
+            progress(0, 1, "opening")
+            files, names = open_logs(logs, _names(columns), skip_bad)
+            heat = count_files(files, names, settings, partial, progress, stop)
     except ProfilingInterrupted as kept:
         print(f"thermocline: {kept}", file=sys.stderr)
         raise
-    with _shown(heat, json, quiet, f"{output}: {time.perf_counter() - start:.1f} s"):
+    skipped = {str(file.path): file.skipped for file in files if file.skipped}
+    with _shown(heat, json, quiet, f"{output}: {time.perf_counter() - start:.1f} s", skipped):
         heat.save(output)
         partial.unlink(missing_ok=True)
 
@@ -128,13 +135,18 @@ def diff(old: File, new: File, json: Json = None, quiet: Quiet = False, debug: D
 
 
 @contextmanager
-def _shown(heat: HeatProfile, json: str | None, quiet: bool, title: str) -> Iterator[None]:
+def _shown(
+    heat: HeatProfile, json: str | None, quiet: bool, title: str, skipped: Mapping[str, int] | None = None
+) -> Iterator[None]:
     """Print a profile, let the caller write its files, and then write the JSON."""
     from thermocline.heat.show import numbers
 
-    with deliver(numbers(heat) if json else None, json, quiet) as shown:
+    more = {} if skipped is None else {"skipped": dict(skipped)}
+    with deliver(numbers(heat) | more if json else None, json, quiet) as shown:
         if shown:
             _print(heat, title)
+            for path, lines in (skipped or {}).items():
+                console().print(f"{path}: {lines:,} bad {'line' if lines == 1 else 'lines'} skipped", markup=False)
         yield
 
 
