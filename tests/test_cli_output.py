@@ -161,7 +161,8 @@ def test_commands_fit_eighty_columns(files, command):
     words = [str(files / word) if (files / word).exists() else word for word in command]
     done = thermocline(*words, COLUMNS="80")
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if len(line.rstrip()) > 80] == []
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("run: ")]  # commands are copied whole
+    assert [line for line in lines if len(line.rstrip()) > 80] == []
 
 
 def test_a_plan_keeps_its_words_at_any_width(files):

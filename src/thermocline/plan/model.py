@@ -189,6 +189,9 @@ class StepPlan(FileModel):
         return self.total - self.parts["dense"]
 
 
+FREE = "nothing: more memory or a longer dense part would not change the choice"  # what limits a table
+
+
 class Sensitivity(FileModel):
     """The effect of a little more memory or hardware."""
 

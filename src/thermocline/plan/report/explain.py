@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from thermocline.plan.model import LINK_CLASSES, Alternative, Plan, TablePlan, Tier
+from thermocline.plan.model import FREE, LINK_CLASSES, Alternative, Plan, Sensitivity, TablePlan, Tier
 from thermocline.report.numbers import Number, count, seconds, share, signed, size
 
 MOST_DESCRIBED = 10  # tables described one by one
@@ -17,6 +17,7 @@ CANDIDATE_HEADS = ("plan", "step", "vs. this plan", "fullest GPU", "")
 GROUP_HEADS = ("choice", "tables", "rows", "bytes", "time")
 LEVERS_HEAD = "Savings by levers"
 LEVERS_NOTE = "levers change what a model learns, so none is applied unless requested"
+FREE_NOTE = f'Limited by "nothing" means that {FREE.partition(": ")[2]}.'
 EQUAL = 1e-6  # of the step: a smaller difference counts as none
 LINK_NAMES = {"card": "within a GPU", "host": "GPU to host", "node": "within a node", "cluster": "between nodes"}
 
@@ -36,9 +37,9 @@ def explain(plan: Plan, width: int | None = None) -> str:
         print(explain(Plan.load("plan.json")))
     """
     sent = [(LINK_NAMES[link], size(number)) for link, number in link_sums(plan).items()]
-    more = [(each.what, value_words(each.saves), each.detail) for each in plan.sensitivities]
+    more = [(each.what, value_words(plan, each), each.detail) for each in plan.sensitivities]
     parts = [
-        [headline(plan), f"Limited by: {plan.binding}."],
+        [verdict(plan), headline(plan), f"Limited by: {plan.binding}."],
         _section("Predicted step, by part", step_rows(plan), width),
         _section("Bytes sent per GPU and step", sent, width),
         _section("GPU memory", memory_rows(plan), width),
@@ -52,6 +53,8 @@ def explain(plan: Plan, width: int | None = None) -> str:
     else:
         parts.append(["Tables"])
     parts += [_description(plan, table) for table in heaviest(plan, MOST_DESCRIBED)]
+    if any(table.binding == FREE for table in plan.tables):
+        parts.append([FREE_NOTE])
     if plan.notes:
         parts.append(["Notes", *(f"  {note}" for note in plan.notes)])
     return "\n\n".join("\n".join(_wrapped(_printable(line), width) for line in lines) for lines in parts) + "\n"
@@ -173,11 +176,41 @@ def cost_words(plan: Plan, cost: float) -> Number | str:
     return Number(number.value, f"{number} per step")
 
 
-def value_words(saves: float | None) -> str:
-    """What more hardware saves."""
-    if saves is None:
+def value_words(plan: Plan, given: Sensitivity) -> str:
+    """What more hardware saves. More GPUs take more samples per step, so their value is samples per second, not the step."""
+    if given.saves is None:
         return "unknown"
-    return f"saves {seconds(saves)} per step" if saves > 0 else "saves nothing"
+    if given.saves > 0 and _adds_gpus(given):
+        return f"{plan.step.total / (plan.step.total - given.saves):.2f}x samples per second"
+    return f"saves {seconds(given.saves)} per step" if given.saves > 0 else "saves nothing"
+
+
+def _adds_gpus(given: Sensitivity) -> bool:
+    return given.what.startswith("one more ")  # node, GPU
+
+
+def step_then(plan: Plan, given: Sensitivity) -> Number | str:
+    """The step with more hardware: with more memory, this step less what is saved."""
+    if given.saves is None or given.time is None:
+        return ""
+    return seconds(given.time if _adds_gpus(given) else plan.step.total - given.saves)
+
+
+def binding_words(table: TablePlan) -> str:
+    """What limits a table; `FREE_NOTE` explains "nothing" once for all tables."""
+    return "nothing" if table.binding == FREE else table.binding
+
+
+def verdict(plan: Plan) -> str:
+    """The plan in one sentence."""
+    fullest, step = plan.fullest_rank.total, plan.step
+    what = "training step" if plan.goal == "train" else "request"
+    rivals = [other.time for other in plan.candidates if other.time is not None and other.time > step.total * (1 + EQUAL)]
+    ahead = f", {max(rivals) / step.total:.2f}x faster than the slowest candidate that fits" if rivals else ""
+    return (
+        f"The tables fit, with {share(fullest / plan.budget)} of the budget on the fullest GPU, and a {what} is predicted to "
+        f"take {seconds(step.total)}{ahead}."
+    )
 
 
 def suggestion_rows(plan: Plan) -> list[Sequence[object]]:
@@ -284,7 +317,7 @@ def _description(plan: Plan, table: TablePlan) -> list[str]:
         f"  sent        {wire_words(table)}",
         *(f"  {kind:<11} {words}" for kind, words in lever_words(table).items()),
         f"  runner-up   {runner_up_words(plan, table.runner_up)}",
-        f"  limited by  {table.binding}",
+        f"  limited by  {binding_words(table)}",
     ]
 
 
