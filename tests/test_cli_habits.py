@@ -30,6 +30,9 @@ UNTIL_STOPPED = {"serve run"}
 # What every verb takes, and how it is written.
 SHARED = {"json": ["--json"], "quiet": ["--quiet", "-q"], "debug": ["--debug"]}
 
+# What verbs write.
+OUTPUTS = {"json", "output", "report", "html", "run", "checkpoint", "logdir", "target"}
+
 
 def walk(command, name=""):
     """(name, command) of a command and of all below it; the name of the root is empty."""
@@ -151,6 +154,16 @@ def test_every_option_says_what_it_is_for_in_a_sentence(name):
         help = getattr(one, "help", None)
         assert help, f"{name}: {one.name} has no help"
         assert help[0].isupper() and help.rstrip()[-1] in ".)]", f"{name}: {one.name}: {help!r}"
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_output_is_checked_before_the_work(name):
+    outputs = [one for one in VERBS[name].params if one.name in OUTPUTS and (name, one.name) != ("plan check", "run")]
+    assert all(one.callback is not None for one in outputs), [one.name for one in outputs if one.callback is None]
+
+
+def test_no_flag_is_followed_by_its_type(helped):
+    assert not [name for name, answer in helped["answers"].items() if "<bool>" in answer["out"]]
 
 
 def source_of(function, seen):

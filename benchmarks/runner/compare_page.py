@@ -68,7 +68,7 @@ def _extremes(changed: list[tuple[ComparedCase, float]], at: int) -> list[Html]:
         if found:
             names = _told_apart([case.name for case, _ in found[:DRAWN]])
             shown = [Bar(name, {"times better": change}) for name, (_, change) in zip(names, found, strict=False)]
-            drawn.append(figure(title, bars(title, shown, _times, limit=("as before", 1.0))))
+            drawn.append(figure(title, bars(title, shown, _times, ("as before", 1.0), 2 if word == "worse" else 4)))
     return drawn
 
 
@@ -93,7 +93,7 @@ def _list(comparison: Comparison) -> Html:
             row += [
                 _value(case, at, "ours"),
                 _value(case, at, "ratio"),
-                "" if change is None else _times(change),
+                "" if change is None else _judged(change, case.verdict(at)),
                 case.verdict(at),
             ]
         rows.append(row)
@@ -105,6 +105,11 @@ def _value(case: ComparedCase, at: int, field: str) -> object:
     if row is None or row[field] is None:
         return ""
     return _times(row[field]) if field == "ratio" else Number(row[field], f"{row[field]:.4g}")
+
+
+def _judged(change: float, verdict: str) -> Number:
+    """A change in the colour of its verdict."""
+    return Number(change, f"{change:.2f}x", {"better": True, "worse": False}.get(verdict))
 
 
 def _times(value: float) -> Number:

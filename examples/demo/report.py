@@ -65,7 +65,9 @@ def _less(before: float, after: float) -> str:
 
 
 def _times(before: float, after: float) -> str:
-    return f"{after / before:.2f}x" if before else ""
+    if not before or not after:
+        return ""
+    return f"{after / before:.2f}x faster" if after >= before else f"{before / after:.2f}x slower"
 
 
 def _difference(before: float, after: float) -> str:

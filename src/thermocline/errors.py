@@ -16,6 +16,10 @@ A message names the numbers that disagree and the way out.
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -65,6 +69,29 @@ def _restore(kind: type[BadInput], args: tuple[Any, ...], fields: dict[str, Any]
     error.args = args
     error.__dict__.update(fields)
     return error
+
+
+@contextmanager
+def explain_failed_write(path: Path | str, needed: int | None = None) -> Iterator[None]:
+    """Turn an OSError of writing `needed` bytes to `path`, which may name no file, into a `BadInput` with file and bytes."""
+    try:
+        yield
+    except OSError as error:
+        folder = next(each for each in Path(path).resolve().parents if each.is_dir())
+        free = shutil.disk_usage(folder).free
+        wanted = "" if needed is None else f"{needed:,} bytes are needed, and "
+        message = (
+            f"'{path}' could not be written: {error.strerror or error}; {wanted}{free:,} bytes are free in '{folder}'. "
+            "Free some space or give another path"
+        )
+        raise BadInput(message, path=str(path), needed=needed, available=free, errno=error.errno) from error
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write a text file; a full disk raises `BadInput` with file and bytes."""
+    data = text.encode()
+    with explain_failed_write(path, len(data)):
+        Path(path).write_bytes(data)
 
 
 class IdOutOfRange(BadInput, IndexError, RuntimeError):

@@ -14,10 +14,12 @@ import thermocline
 from support import has
 from thermocline.cli import app, main
 from thermocline.errors import BadInput
+from thermocline.heat import Curve
 from thermocline.nn.find_tables import find_tables, load_model
 from thermocline.plan.estimate import AS_GIVEN, CHOICES, estimate_memory
 from thermocline.plan.tables import TablesConfig
 from thermocline.plan.topology import Topology
+from thermocline.plan.units import read_share
 
 MODEL = """
 from __future__ import annotations
@@ -202,3 +204,65 @@ def test_command_reports_a_missing_model_name(model_file, name, says, monkeypatc
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "memory, choice, runs",
+    [
+        ("24GiB", "fp32", ["--topology", "gpu-24"]),
+        ("4GiB", "int8 + 5% cache", ["--budget", "4GiB"]),
+        ("1.4GiB", "int2 + 1% fp32 + 5% int8", ["--budget", "1.4GiB"]),
+    ],
+)
+def test_memory_ends_with_a_verdict_and_a_command_that_runs(tmp_path, memory, choice, runs):
+    (tmp_path / "tables.yaml").write_text("batch: 8\ntables:\n  - {name: item, rows: 40_000_000, dim: 64}\n")
+    result = run("--tables", tmp_path / "tables.yaml", "--memory", memory)
+    verdict, command = (line.split(":", 1)[1].strip() for line in result.output.splitlines()[-2:])
+    assert verdict.startswith(f"{choice} fits on 1 GPU") and set(runs) <= set(command.split())
+    words = command.removeprefix("thermocline ").replace("plan.json", str(tmp_path / "plan.json")).split()
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+
+
+def test_memory_that_is_too_small_names_a_preset_that_fits(tmp_path):
+    (tmp_path / "tables.yaml").write_text("batch: 8\ntables:\n  - {name: item, rows: 900_000_000, dim: 64}\n")
+    found = json.loads(run("--tables", tmp_path / "tables.yaml", "--memory", "2GiB", "--json", "-").output)["verdict"]
+    assert found["verdict"].startswith("nothing fits") and found["run"].endswith("--topology gpu-40")
+
+
+def test_a_model_is_told_its_row_config(tmp_path):
+    (tmp_path / "small.py").write_text("from torch import nn\n\ndef model():\n    return nn.Embedding(40_000_000, 64)\n")
+    found = json.loads(run("--tables", f"{tmp_path / 'small.py'}:model", "--memory", "4GiB", "--json", "-").output)
+    assert found["verdict"]["run"] == "thermocline.convert_(model, thermocline.RowConfig('int8', cache=0.05))"
+
+
+def test_memory_and_topology_together_are_refused(tmp_path):
+    (tmp_path / "tables.yaml").write_text("batch: 8\ntables:\n  - {name: item, rows: 9, dim: 64}\n")
+    with pytest.raises(BadInput, check=has(parameter="memory")):
+        run("--tables", tmp_path / "tables.yaml", "--memory", "2GiB", "--topology", "laptop")
+
+
+@pytest.mark.parametrize("size", [16, 24, 40, 48, 80, 141, 192])
+def test_common_gpus_have_presets(size):
+    found = Topology.load(f"gpu-{size}")
+    assert (found.gpu.memory, found.world_size) == (size * 10**9, 1) and found.source and found.date
+
+
+@pytest.mark.parametrize(
+    "given, share", [("1/8", 0.125), ("0.125", 0.125), ("1/1", 1.0), ("1", None), ("2/1", None), ("0/3", None)]
+)
+def test_shares_are_read_from_ratios(given, share):
+    assert read_share(given) == share
+
+
+def test_a_budget_may_be_a_share_of_the_gpu():
+    plan = thermocline.make_plan(tables_of((10**6, 64)), {"t0": Curve.zipf(10**6, 1.05, 1e9)}, "gpu-16", budget="1/8")
+    assert plan.budget == 2 * 10**9
+
+
+def test_a_row_budget_may_be_a_ratio_to_fp32():
+    eighth = thermocline.RowConfig("auto", budget="1/8")
+    bag = thermocline.EmbeddingBag(15003, 64, rows=eighth)
+    parts = bag.memory().parts
+    assert sum(size for part, size in parts.items() if part != "optimizer state") <= 15003 * 64 * 4 / 8
+    with pytest.raises(BadInput, check=has(parameter="budget", value="9/8")):
+        thermocline.RowConfig("auto", budget="9/8")

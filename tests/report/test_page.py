@@ -9,12 +9,18 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from thermocline import __version__
 from thermocline.heat.page import heat_page
 from thermocline.heat.profile import HeatProfile
+from thermocline.plan.model import FREE, Sensitivity
+from thermocline.plan.report import explain as E
 from thermocline.plan.report.explain import explain
 from thermocline.plan.report.page import MOST_HEAT_CHARTS, MOST_RANKS, plan_page
-from thermocline.report.numbers import count, share, size
+from thermocline.report.charts import Bar, bars
+from thermocline.report.numbers import Number, count, seconds, share, size
 from thermocline.report.page import facts, figures, page, paragraph, section, table
+from thermocline.rows.memory import MemoryUsage
+from thermocline.train.report_page import train_page
 
 
 def parsed(written):
@@ -140,3 +146,46 @@ def test_shares_on_a_heat_page_are_those_of_the_profile(heat_of):
     heat = heat_of(5)
     for row in cells(parsed(heat_page(heat)), "All tables"):
         assert row[4:7] == [str(share(heat[row[0]].hottest(part))) for part in (0.001, 0.01, 0.1)]
+
+
+def test_a_page_ends_with_date_version_and_machine():
+    (foot,) = parsed(page("A", foot="end")).iter("footer")
+    assert foot.text.startswith("end · Written 20") and f"thermocline {__version__} on " in foot.text and "cores" in foot.text
+
+
+def test_wins_and_losses_are_coloured_differently():
+    drawn = table(("case", "change"), [("a", Number(1.1, "1.10x", True)), ("b", Number(0.91, "0.91x", False)), ("c", count(1))])
+    classes = [cell.get("class") for cell in parsed(page("A", drawn)).iter("td")]
+    assert classes == [None, "n good", None, "n bad", None, "n"]
+
+
+def test_more_gpus_are_valued_in_samples_and_memory_in_the_step(plan_of):
+    plan = plan_of(3, 2, 4)
+    memory = Sensitivity(what="1 GiB more per GPU", time=plan.step.total * 1.1, saves=0.0, detail="noise")
+    node = Sensitivity(what="one more node", time=plan.step.total * 1.01, saves=plan.step.total / 3, detail="more samples")
+    assert E.step_then(plan, memory).value == pytest.approx(plan.step.total - memory.saves)
+    assert E.value_words(plan, node) == "1.50x samples per second"
+    assert E.step_then(plan, node).value == node.time
+
+
+def test_what_limits_no_table_is_said_once(plan_of):
+    plan = plan_of(11, 2, 4)
+    free = [one.model_copy(update={"binding": FREE}) for one in plan.tables]
+    drawn = plan_page(plan.model_copy(update={"tables": tuple(free)}))
+    assert drawn.count(FREE.partition(": ")[2]) == 1
+
+
+def test_names_that_would_be_cut_to_the_same_label_differ():
+    names = [f"whole tables to 10%, without copies, {end}" for end in ("flat", "flat, refined", "per node")]
+    drawn = bars("Plans", [Bar(name, {"step": 1.0}) for name in names], seconds)
+    labels = re.findall(r"<text[^>]*>([^<]*…[^<]*)<", drawn)
+    assert len(labels) == len(set(labels)) == 3
+
+
+@pytest.mark.parametrize("state", [0, 400])
+def test_a_training_page_compares_like_with_like(state):
+    parts = {"codes": 1600, "metadata": 400} | ({"optimizer state": state} if state else {})
+    result = {"auc": 0.75, "train_loss": 0.4, "samples": 9, "rows": 100, "memory": parts, "stats": {}, "seconds": 1.0}
+    drawn = train_page("DLRM", {"dim": 16, "precision": "int8", "cache": 0.05}, result, [], [], 1)
+    usage = MemoryUsage({"optimizer state": 0, **parts}, 6400)
+    assert f"{usage.ratio:.2f}x" in drawn and f"{usage.ratio_with_state:.2f}x" in drawn

@@ -65,7 +65,7 @@ def root(
 
 def _without_flag_types(command: Any) -> Any:
     """Show flags in help texts as `--quiet`, not as `--quiet <bool>`."""
-    for parameter in command.params:
+    for parameter in (*command.params, command.get_help_option(typer.Context(command))):
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
     for child in getattr(command, "commands", {}).values():

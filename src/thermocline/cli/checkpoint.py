@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .options import Debug, Json, Quiet, command_group
-from .output import at_work, console, deliver, table
+from .options import Debug, Json, Quiet, check_file, check_folder, command_group
+from .output import at_work, console, deliver, print_table
 
 if TYPE_CHECKING:
     from thermocline.checkpoint import Checkpoint
@@ -31,25 +31,26 @@ def inspect(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
         checkpoint = Checkpoint.open(folder)
         checkpoint.verify()
         found = _content(checkpoint)
-    if not deliver(found, json, quiet):
-        return
-    about = found["about"] | {"id maps": _maps(found["about"]["id maps"])}
-    lines = [f"{name:12}{_brief(value)}" for name, value in about.items() if value not in (None, "", [])]
-    rows = [
-        (
-            each["name"], f"{each['rows']:,}", str(each["dim"] or ""), ", ".join(each["precisions"]), f"{each['cached']:,}",
-            f"{each['bytes']:,}", ", ".join(each["features"]),
-        )
-        for each in [*found["tables"], *_sums(found["tables"])]
-    ]  # fmt: skip
-    heads = ("table", "rows", "dim", "precision", "in cache", "bytes", "features")
-    console().print("\n".join(lines) + "\n", markup=False)
-    console().print(table(heads, rows, ("table", "precision", "features")))
-    console().print()
-    for each in found["saves"]:
-        ranks = f"{each['ranks']} rank" + "s" * (each["ranks"] > 1)
-        text = f"save {each['number']}: {each['kind']}, step {each['step']:,}, {each['created']}, by {ranks}"
-        console().print(f"{text}, {each['files']} files, {each['bytes']:,} bytes, sha256 verified", markup=False)
+    with deliver(found, json, quiet) as shown:
+        if not shown:
+            return
+        about = found["about"] | {"id maps": _maps(found["about"]["id maps"])}
+        lines = [f"{name:12}{_brief(value)}" for name, value in about.items() if value not in (None, "", [])]
+        rows = [
+            (
+                each["name"], f"{each['rows']:,}", str(each["dim"] or ""), ", ".join(each["precisions"]), f"{each['cached']:,}",
+                f"{each['bytes']:,}", ", ".join(each["features"]),
+            )
+            for each in [*found["tables"], *_sums(found["tables"])]
+        ]  # fmt: skip
+        heads = ("table", "rows", "dim", "precision", "in cache", "bytes", "features")
+        console().print("\n".join(lines) + "\n", markup=False)
+        print_table(heads, rows, ("table", "precision", "features"))
+        console().print()
+        for each in found["saves"]:
+            ranks = f"{each['ranks']} rank" + "s" * (each["ranks"] > 1)
+            text = f"save {each['number']}: {each['kind']}, step {each['step']:,}, {each['created']}, by {ranks}"
+            console().print(f"{text}, {each['files']} files, {each['bytes']:,} bytes, sha256 verified", markup=False)
 
 
 def _sums(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -124,24 +125,29 @@ def diff(
 
     with at_work(quiet, "comparing rows"):
         found = compare(first, second)
-    if deliver(asdict(found) | {"same": found.same}, json, quiet):
-        rows = []
-        for each in found.tables:
-            states = "-" if each.states is None else f"{each.states:,}"
-            cells = (f"{each.total:,}", " -> ".join(each.precision), f"{each.rows:,}", f"{each.largest:.3g}", states)
-            rows.append((each.table, *cells))
-        heads = ("table", "rows", "precisions", "rows that differ", "largest difference", "states that differ")
-        console().print(table(heads, rows, ("table", "precisions")))
-        others = {
-            f"only in {first}": found.only[0], f"only in {second}": found.only[1], "of another size": found.other_size,
-            "other id maps": found.maps, "dense part": found.dense,
-        }  # fmt: skip
-        for what, names in others.items():
-            if names:
-                console().print(f"{what}: {', '.join(names)}", markup=False)
-        console().print(f"steps {found.steps[0]:,} and {found.steps[1]:,}: {'the same' if found.same else 'they differ'}")
+    with deliver(asdict(found) | {"same": found.same}, json, quiet) as shown:
+        if shown:
+            rows = []
+            for each in found.tables:
+                states = "-" if each.states is None else f"{each.states:,}"
+                cells = (f"{each.total:,}", " -> ".join(each.precision), f"{each.rows:,}", f"{each.largest:.3g}", states)
+                rows.append((each.table, *cells))
+            heads = ("table", "rows", "precisions", "rows that differ", "largest difference", "states that differ")
+            print_table(heads, rows, ("table", "precisions"))
+            others = {
+                f"only in {first}": found.only[0], f"only in {second}": found.only[1], "of another size": found.other_size,
+                "other id maps": found.maps, "dense part": found.dense,
+            }  # fmt: skip
+            for what, names in others.items():
+                if names:
+                    console().print(f"{what}: {', '.join(names)}", markup=False)
+            console().print(f"steps {found.steps[0]:,} and {found.steps[1]:,}: {'the same' if found.same else 'they differ'}")
     if not found.same:
         raise typer.Exit(1)
+
+
+def _check_target(target: Path) -> Path | None:
+    return check_file(target) if target.suffix == ".safetensors" else check_folder(target)
 
 
 @app.command(epilog="Example:  thermocline checkpoint convert run1 run1-int4 --precision int4")
@@ -149,7 +155,9 @@ def convert(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or .safetensors file with a state dict.")
     ],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="New folder, or new .safetensors file.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", callback=_check_target, help="New folder, or new .safetensors file.")
+    ],
     precision: Annotated[str | None, typer.Option("--precision", help="Row precision of the target checkpoint.")] = None,
     style: Annotated[
         Literal["torchrec", "torch", "fused"], typer.Option("--as", help="Key names of the target state dict.")
@@ -167,8 +175,9 @@ def convert(
 
     with at_work(quiet, f"writing {target}"):
         make(source, target, precision, style, tables.split(",") if tables else None, bits)
-    if deliver({"source": str(source), "target": str(target), "precision": precision}, json, quiet):
-        console().print(f"{target}: written", markup=False)
+    with deliver({"source": str(source), "target": str(target), "precision": precision}, json, quiet) as shown:
+        if shown:
+            console().print(f"{target}: written", markup=False)
 
 
 @app.command(epilog="Example:  thermocline checkpoint compact checkpoints/run1")
@@ -182,6 +191,7 @@ def compact(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
         after = make(folder)
     sizes = [sum(save.bytes for save in manifest.saves) for manifest in (before, after)]
     result = {"folder": str(folder), "saves_before": len(before.saves), "bytes_before": sizes[0], "bytes": sizes[1]}
-    if deliver(result, json, quiet):
-        merged = f"merged {len(before.saves)} saves of {sizes[0]:,} bytes into one of {sizes[1]:,}"
-        console().print(f"{folder}: {merged}", markup=False)
+    with deliver(result, json, quiet) as shown:
+        if shown:
+            merged = f"merged {len(before.saves)} saves of {sizes[0]:,} bytes into one of {sizes[1]:,}"
+            console().print(f"{folder}: {merged}", markup=False)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Debug, Device, Json, Quiet, check_folder, command_group
+from .options import Debug, Device, Json, Quiet, check_file, command_group
 from .output import console, deliver, progress_bar
 
 app = command_group("Write synthetic logs.", "thermocline data synth -o clicks.parquet --samples 1000000")
@@ -17,7 +17,7 @@ app = command_group("Write synthetic logs.", "thermocline data synth -o clicks.p
 def _check_output(output: Path) -> Path | None:
     if output.suffix != ".parquet":
         raise typer.BadParameter(f"'{output}' must end in .parquet; use '{output.stem}.parquet'")
-    return check_folder(output)
+    return check_file(output)
 
 
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.parquet", callback=_check_output, help="Output file.")]
@@ -48,10 +48,11 @@ def synth(
         best = write_parquet(log, output, progress)
     result = {"file": str(output), "samples": samples, "rows": list(log.rows), "seed": seed, "exponent": exponent}
     result |= {"best": best._asdict(), "seconds": time.perf_counter() - start}
-    if deliver(result, json, quiet):
-        metrics = f"AUC {best.auc:.4f}, LogLoss {best.logloss:.4f}, NE {best.ne:.4f}"
-        written = f"{output}: {samples:,} samples over {sum(log.rows):,} rows"
-        console().print(f"{written}. Metrics of the true probabilities: {metrics}")
+    with deliver(result, json, quiet) as shown:
+        if shown:
+            metrics = f"AUC {best.auc:.4f}, LogLoss {best.logloss:.4f}, NE {best.ne:.4f}"
+            written = f"{output}: {samples:,} samples over {sum(log.rows):,} rows"
+            console().print(f"{written}. Metrics of the true probabilities: {metrics}")
 
 
 @app.command(epilog="Example:  thermocline data sequences -o log.parquet --users 100000 --items 50000 --drift 0.1")
@@ -76,5 +77,6 @@ def sequences(
     with progress_bar(quiet) as progress:
         written = write_sequences(made, output, progress)
     result = {"file": str(output), "users": users, "items": items, "interactions": written, "seed": seed}
-    if deliver(result | {"exponent": exponent, "drift": drift}, json, quiet):
-        console().print(f"{output}: {written:,} interactions of {users:,} users with {items:,} items")
+    with deliver(result | {"exponent": exponent, "drift": drift}, json, quiet) as shown:
+        if shown:
+            console().print(f"{output}: {written:,} interactions of {users:,} users with {items:,} items")

@@ -23,12 +23,13 @@ def doctor(json: Json = None, quiet: Quiet = False, debug: Debug = False) -> Non
     findings = [check() for check in machine_checks.CHECKS]
     broken = any(finding.state == "broken" for finding in findings)
     checks = [{"name": each.name, "state": each.state, "found": each.found, "fix": each.fix} for each in findings]
-    if deliver({"ok": not broken, "checks": checks}, json, False):
-        out, count = console(), Counter(finding.state for finding in findings)
-        for finding in findings:
-            if finding.state != "ok" or not quiet:
-                _print(out, finding)
-        out.print(f"{count['ok']} ok, {count['warn']} warnings, {count['broken']} broken")
+    with deliver({"ok": not broken, "checks": checks}, json, False) as shown:
+        if shown:
+            out, count = console(), Counter(finding.state for finding in findings)
+            for finding in findings:
+                if finding.state != "ok" or not quiet:
+                    _print(out, finding)
+            out.print(f"{count['ok']} ok, {count['warn']} warnings, {count['broken']} broken")
     if broken:
         raise typer.Exit(1)
 

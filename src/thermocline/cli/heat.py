@@ -5,32 +5,33 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 
-from thermocline.errors import BadInput
+from thermocline.errors import BadInput, write_text
 
-from .options import Debug, Json, Quiet, check_folder, command_group
-from .output import console, deliver, progress_bar, stop_on_interrupt, table
+from .options import Debug, Json, Quiet, check_file, command_group
+from .output import console, deliver, print_table, progress_bar, stop_on_interrupt
 
 if TYPE_CHECKING:
     from thermocline.heat import HeatProfile
 
-# Lines around the cells, and title and caption on the left.
-_LINED: dict[str, Any] = {"box": box.HEAVY_HEAD, "pad_edge": True, "title_justify": "left", "caption_justify": "left"}
+_LINED: dict[str, Any] = {"box": box.HEAVY_HEAD, "pad_edge": True}  # lines around the cells
 
 app = command_group(
     "Profile how often each row is looked up; merge, show and compare heat files.",
     "thermocline heat profile log.parquet --columns user,item -o heat.tc",
 )
 
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.tc", callback=check_folder, help="Heat file to write.")]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.tc", callback=check_file, help="Heat file to write.")]
 Page = Annotated[
     Path | None,
-    typer.Option("--report", "--html", metavar="FILE.html", callback=check_folder, help="Write an HTML page with charts."),
+    typer.Option("--report", "--html", metavar="FILE.html", callback=check_file, help="Write an HTML page with charts."),
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Heat file.")]
 
@@ -49,23 +50,33 @@ def profile(
     ] = "1GiB",
     batch: Annotated[int, typer.Option("--batch", min=1, help="Samples per GPU and step, to count repeats.")] = 2048,
     cards_per_node: Annotated[int, typer.Option("--cards-per-node", min=1, help="GPUs per node, to count repeats.")] = 8,
+    skip_bad: Annotated[
+        int, typer.Option("--skip-bad", min=0, metavar="LINES", help="Leave out up to this many bad lines of text files.")
+    ] = 0,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Count the lookups of a log. Ctrl-C saves the state; the same command continues."""
-    from thermocline.heat import ProfilerSettings, ProfilingInterrupted, profile_files
+    from thermocline.heat import ProfilerSettings, ProfilingInterrupted
+    from thermocline.heat.log_files import count_files
+    from thermocline.heat.log_reader import open_logs
     from thermocline.plan.units import read_bytes
 
     settings = ProfilerSettings(read_bytes(memory), batch, cards_per_node)
-    start = time.perf_counter()
+    start, partial = time.perf_counter(), Path(f"{output}.partial")
     try:
         with progress_bar(quiet) as progress, stop_on_interrupt() as stop:
-            heat = profile_files(logs, _names(columns), settings=settings, output=output, report=progress, stop=stop)
+            progress(0, 1, "opening")
+            files, names = open_logs(logs, _names(columns), skip_bad)
+            heat = count_files(files, names, settings, partial, progress, stop)
     except ProfilingInterrupted as kept:
         print(f"thermocline: {kept}", file=sys.stderr)
         raise
-    _hand_out(heat, json, quiet, f"{output}: {time.perf_counter() - start:.1f} s")
+    skipped = {str(file.path): file.skipped for file in files if file.skipped}
+    with _shown(heat, json, quiet, f"{output}: {time.perf_counter() - start:.1f} s", skipped):
+        heat.save(output)
+        partial.unlink(missing_ok=True)
 
 
 @app.command(epilog="Example:  thermocline heat merge monday.tc tuesday.tc -o week.tc")
@@ -81,8 +92,8 @@ def merge(
     from thermocline.heat import merge as merge_profiles
 
     heat = merge_profiles([HeatProfile.load(part) for part in parts])
-    heat.save(output)
-    _hand_out(heat, json, quiet, f"{output}: {len(parts)} {'part' if len(parts) == 1 else 'parts'}")
+    with _shown(heat, json, quiet, f"{output}: {len(parts)} {'part' if len(parts) == 1 else 'parts'}"):
+        heat.save(output)
 
 
 @app.command(epilog="Example:  thermocline heat show heat.tc --html heat.html")
@@ -97,9 +108,9 @@ def show(
     from thermocline.heat import HeatProfile, heat_page
 
     heat = HeatProfile.load(file)
-    if html is not None:
-        html.write_text(heat_page(heat), encoding="utf-8")
-    _hand_out(heat, json, quiet, str(file))
+    with _shown(heat, json, quiet, str(file)):
+        if html is not None:
+            write_text(html, heat_page(heat))
 
 
 @app.command(epilog="Example:  thermocline heat diff monday.tc tuesday.tc")
@@ -112,21 +123,36 @@ def diff(old: File, new: File, json: Json = None, quiet: Quiet = False, debug: D
     if not changes:
         tables = [", ".join(profile.tables) for profile in profiles]
         raise BadInput(f"'{old}' has the tables {tables[0]}, '{new}' {tables[1]}: none in both", parameter="new")
-    if not deliver([vars(change) | {"lost": change.lost} for change in changes], json, quiet):
-        return
-    alone = sorted(set(profiles[0].tables) ^ set(profiles[1].tables))
-    caption = "percent of rows and of the new lookups" + (f"; in one profile only: {', '.join(alone)}" if alone else "")
-    heads = ("table", "hottest", "rows", "changed", "new choice", "old choice", "lost")
-    shares = [[f"{100 * share:.1f}" for share in (each.changed, each.best, each.kept, each.lost)] for each in changes]
-    rows = [(each.table, f"{each.part:.0%}", f"{each.rows:,}", *own) for each, own in zip(changes, shares, strict=True)]
-    console().print(table(heads, rows, ("table",), title=f"From {old} to {new}", caption=caption, **_LINED))
+    with deliver([vars(change) | {"lost": change.lost} for change in changes], json, quiet) as shown:
+        if not shown:
+            return
+        alone = sorted(set(profiles[0].tables) ^ set(profiles[1].tables))
+        caption = "percent of rows and of the new lookups" + (f"; in one profile only: {', '.join(alone)}" if alone else "")
+        heads = ("table", "hottest", "rows", "changed", "new choice", "old choice", "lost")
+        shares = [[f"{100 * share:.1f}" for share in (each.changed, each.best, each.kept, each.lost)] for each in changes]
+        rows = [(each.table, f"{each.part:.0%}", f"{each.rows:,}", *own) for each, own in zip(changes, shares, strict=True)]
+        print_table(heads, rows, ("table",), title=f"From {old} to {new}", caption=caption, **_LINED)
 
 
-def _hand_out(heat: HeatProfile, json: str | None, quiet: bool, title: str) -> None:
-    from thermocline.heat.show import PARTS, length, numbers, small_curve
+@contextmanager
+def _shown(
+    heat: HeatProfile, json: str | None, quiet: bool, title: str, skipped: Mapping[str, int] | None = None
+) -> Iterator[None]:
+    """Print a profile, let the caller write its files, and then write the JSON."""
+    from thermocline.heat.show import numbers
 
-    if not deliver(numbers(heat) if json else None, json, quiet):
-        return
+    more = {} if skipped is None else {"skipped": dict(skipped)}
+    with deliver(numbers(heat) | more if json else None, json, quiet) as shown:
+        if shown:
+            _print(heat, title)
+            for path, lines in (skipped or {}).items():
+                console().print(f"{path}: {lines:,} bad {'line' if lines == 1 else 'lines'} skipped", markup=False)
+        yield
+
+
+def _print(heat: HeatProfile, title: str) -> None:
+    from thermocline.heat.show import PARTS, length, small_curve
+
     sizes = list(dict.fromkeys(size for each in heat.tables.values() for size in each.repeats))
     hottest = [f"hottest\n{100 * part:g}%" for part in PARTS]
     repeats = [f"repeats\nin {size:,}" for size in sizes]
@@ -141,7 +167,7 @@ def _hand_out(heat: HeatProfile, json: str | None, quiet: bool, title: str) -> N
         rows.append((each.name, f"{each.lookups:,}", f"{each.missing:,}", distinct, lengths, *cells, small_curve(each)))
     caption = f"hottest, repeats, kept: percent of lookups; curve: from 0.001% of the rows to all; {heat.source}"
     heads = ("table", *counts, *hottest, *repeats, "kept by\n1%", "kept by\n5%", "curve")
-    console().print(table(heads, rows, ("table", "curve"), title=title, caption=caption, **_LINED))
+    print_table(heads, rows, ("table", "curve"), title=title, caption=caption, **_LINED)
 
 
 def _names(columns: str) -> list[str]:

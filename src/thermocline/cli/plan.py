@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from thermocline.errors import BadInput
+from thermocline.errors import BadInput, write_text
 
-from .options import Debug, Json, Page, Quiet, check_folder, command_group
-from .output import console, deliver, progress_bar
+from .options import Debug, Json, Page, Quiet, check_file, command_group
+from .output import console, deliver, known_width, progress_bar
 
 if TYPE_CHECKING:
     from thermocline.plan import Plan, TablesConfig
@@ -32,7 +32,7 @@ def make(
     tables: Annotated[Path, typer.Option("--tables", metavar="FILE", help="Tables file.")],
     topology: Annotated[str, typer.Option("--topology", metavar="FILE", help="Topology file or preset.")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="PLAN", callback=check_folder, help="Plan file to write (plan.json).")
+        Path, typer.Option("--output", "-o", metavar="PLAN", callback=check_file, help="Plan file to write (plan.json).")
     ],
     heat: Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="Heat file, written by heat profile.")] = None,
     zipf: Annotated[float | None, typer.Option("--zipf", help="Exponent of Zipf's law, in place of a heat file.")] = None,
@@ -40,7 +40,7 @@ def make(
         int | None, typer.Option("--nodes", min=1, help="Number of nodes, in place of that of the topology.")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", help="GPU memory for tables, such as 40GiB.", show_default="all")
+        str | None, typer.Option("--budget", help="GPU memory for tables: 40GiB, or a share such as 1/2.", show_default="all")
     ] = None,
     goal: Annotated[Literal["train", "serve"], typer.Option("--goal", help="Optimize training or serving.")] = "train",
     gradients: Annotated[
@@ -68,18 +68,20 @@ def make(
         cluster = Topology.load(topology, nodes)
         progress(1, 2, "planning")
         plan = make_plan(given, known, cluster, budget, goal, gradients, shuffled, prune, hash, unify)
-    plan.save(output)
-    _hand_out(plan, report, json, quiet)
+    _hand_out(plan, report, json, quiet, output)
 
 
-def _hand_out(plan: Plan, report: Path | None, json: str | None, quiet: bool) -> None:
+def _hand_out(plan: Plan, report: Path | None, json: str | None, quiet: bool, output: Path | None = None) -> None:
     from thermocline.plan import explain, plan_page
     from thermocline.plan.report.explain import as_json
 
-    if report is not None:
-        report.write_text(plan_page(plan), encoding="utf-8")
-    if deliver(as_json(plan) if json else None, json, quiet):
-        console().print(explain(plan), markup=False, soft_wrap=True, end="")
+    with deliver(as_json(plan) if json else None, json, quiet) as shown:
+        if shown:
+            console().print(explain(plan, known_width()), markup=False, soft_wrap=True, end="")
+        if output is not None:
+            plan.save(output)
+        if report is not None:
+            write_text(report, plan_page(plan))
 
 
 def _heat(tables: TablesConfig, heat: Path | None, zipf: float | None) -> HeatInput:
@@ -121,7 +123,8 @@ def check(
     from thermocline.plan import MeasuredRun, Plan, check_run
 
     compared = check_run(Plan.load(plan), MeasuredRun.load(run))
-    if deliver(compared.to_json(), json, quiet and compared.ok):
-        console().print(str(compared), markup=False, soft_wrap=True)
+    with deliver(compared.to_json(), json, quiet and compared.ok) as shown:
+        if shown:
+            console().print(str(compared), markup=False, soft_wrap=True)
     if not compared.ok:
         raise typer.Exit(1)

@@ -16,12 +16,12 @@ from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import typer
 from rich import box
-from rich.markup import escape
+from rich.text import Text
 
-from thermocline.errors import BadInput
+from thermocline.errors import BadInput, write_text
 
 from .options import Debug, DeviceName, Json, Page, Quiet, command_group
-from .output import at_work, console, deliver, progress_bar, table
+from .output import at_work, console, deliver, print_table, progress_bar
 
 if TYPE_CHECKING:
     from thermocline.serve.server.config import Credentials, ServerConfig
@@ -142,9 +142,10 @@ def _exit(done: bool) -> None:
 
 def _announce(server: InferenceServer, config: ServerConfig, json: str | None, quiet: bool) -> None:
     host, http, grpc = config.host, server.http_port, server.grpc_port
-    if deliver({"host": host, "http_port": http, "grpc_port": grpc, "pid": os.getpid()}, json, quiet):
-        scheme = "http" if config.credentials.certificate is None else "https"
-        console().print(f"ready: {scheme}://{host}:{http}  grpc {host}:{grpc}", markup=False)
+    with deliver({"host": host, "http_port": http, "grpc_port": grpc, "pid": os.getpid()}, json, quiet) as shown:
+        if shown:
+            scheme = "http" if config.credentials.certificate is None else "https"
+            console().print(f"ready: {scheme}://{host}:{http}  grpc {host}:{grpc}", markup=False)
 
 
 def _runs_shard_host() -> bool:
@@ -177,8 +178,9 @@ def inspect(
 
     with at_work(quiet, f"reading {folder}"):
         found = describe(_shard_config(shards, split, plan, heat, device).layout(folder))
-    if deliver(found, json, quiet):
-        _print(found)
+    with deliver(found, json, quiet) as shown:
+        if shown:
+            _print(found)
 
 
 def _print(found: Any) -> None:
@@ -188,10 +190,10 @@ def _print(found: Any) -> None:
     for each in found["tables"]:
         numbers = (str(count(rows)) for rows in each["places_of_card"])
         copied = str(count(each["copied_rows"]))
-        rows.append((escape(each["table"]), str(count(each["rows"])), str(each["dim"]), each["split"], copied, *numbers))
+        rows.append((each["table"], str(count(each["rows"])), str(each["dim"]), each["split"], copied, *numbers))
     rows.append(("bytes", "", "", "", "", *(str(size(bytes)) for bytes in found["bytes_of_card"])))
     heads = ("table", "rows", "dim", "split", "copied", *(f"shard {shard}" for shard in range(found["cards"])))
-    console().print(table(heads, rows, ("table", "split"), box=box.SIMPLE_HEAD))
+    print_table(heads, rows, ("table", "split"), box=box.SIMPLE_HEAD)
 
 
 def _shard_config(count: int, split: SplitName, plan: Path | None, heat: Path | None, device: DeviceName) -> ShardConfig:
@@ -233,23 +235,24 @@ def status(
     url = (address if "://" in address else f"http://{address}").rstrip("/")
     with at_work(quiet, f"reading {url}"):
         found = _fetch(url, token_file, tls_ca)
-    if report:
-        from thermocline.serve.server.status_page import status_report  # deferred: draws charts
-
-        report.write_text(status_report(found, url, f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"), encoding="utf-8")
     ready = found["state"] == "ready"
-    if deliver({name: value for name, value in found.items() if name != "html"}, json, quiet and ready):
-        rate = f"{count(round(found['requests_per_second']))} requests a second"
-        latency = f"p50 {seconds(found['p50'])}, p99 {seconds(found['p99'])}"
-        console().print(f"{found['state']}: {rate}, {latency}, {found['refused']:,} failed", markup=False)
-        rows = []
-        for model in found["models"]:
-            for shard in model["cards"]:
-                state = "ready" if shard["ready"] else "[bold red]down[/]"
-                numbers = str(size(shard["bytes"])), str(count(shard["lookups"])), f"{model['imbalance']:.3f}"
-                rows.append((escape(model["name"]), escape(model["version"]), f"shard {shard['number']}", state, *numbers))
-        heads = ("model", "version", "shard", "state", "rows", "lookups", "imbalance")
-        console().print(table(heads, rows, heads[:4], box=box.SIMPLE_HEAD))
+    with deliver({name: value for name, value in found.items() if name != "html"}, json, quiet and ready) as shown:
+        if shown:
+            rate = f"{count(round(found['requests_per_second']))} requests a second"
+            latency = f"p50 {seconds(found['p50'])}, p99 {seconds(found['p99'])}"
+            console().print(f"{found['state']}: {rate}, {latency}, {found['refused']:,} failed", markup=False)
+            rows = []
+            for model in found["models"]:
+                for shard in model["cards"]:
+                    state = "ready" if shard["ready"] else Text("down", style="bold red")
+                    numbers = str(size(shard["bytes"])), str(count(shard["lookups"])), f"{model['imbalance']:.3f}"
+                    rows.append((model["name"], model["version"], f"shard {shard['number']}", state, *numbers))
+            heads = ("model", "version", "shard", "state", "rows", "lookups", "imbalance")
+            print_table(heads, rows, heads[:4], box=box.SIMPLE_HEAD)
+        if report:
+            from thermocline.serve.server.status_page import status_report  # deferred: draws charts
+
+            write_text(report, status_report(found, url, f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"))
     if not ready:
         raise typer.Exit(1)
 

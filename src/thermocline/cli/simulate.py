@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thermocline.errors import BadInput
+from thermocline.errors import BadInput, write_text
 
-from .options import Debug, Json, Quiet
+from .options import Debug, Json, Quiet, check_file
 from .output import console, deliver, progress_bar
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def simulate(
         int | None, typer.Option("--scale", min=1, metavar="NODES", help="Plan and simulate 1, 2, 4, ... nodes instead.")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE.html", help="With --scale: page of charts to write.")
+        Path | None,
+        typer.Option("--report", metavar="FILE.html", callback=check_file, help="With --scale: page of charts to write."),
     ] = None,
     json: Json = None,
     quiet: Quiet = False,
@@ -44,8 +45,8 @@ def simulate(
     from thermocline.heat.profile import HeatProfile
     from thermocline.plan.model import Plan
 
-    if report is not None and (scale is None or not report.resolve().parent.is_dir()):
-        raise BadInput(f"--report '{report}' needs --scale NODES, and a folder that exists", parameter="report")
+    if report is not None and scale is None:
+        raise BadInput(f"--report '{report}' needs --scale NODES", parameter="report")
     given, profile = Plan.load(plan), None if heat is None else HeatProfile.load(heat)
     check_heat(given, profile)
     read = SimulationLog(log, given)
@@ -55,9 +56,13 @@ def simulate(
     from thermocline.distributed import simulate as count
 
     found = count(given, profile, read.steps(given, steps))
-    if deliver(found.to_json() | {"rounds": read.rounds(given, steps)}, json, quiet):
-        lines = [*_lines(found, read.rounds(given, steps)), *_notes(given, read.taken / (steps * given.topology.world_size))]
-        console().print("\n".join(lines), markup=False, soft_wrap=True)
+    with deliver(found.to_json() | {"rounds": read.rounds(given, steps)}, json, quiet) as shown:
+        if shown:
+            lines = [
+                *_lines(found, read.rounds(given, steps)),
+                *_notes(given, read.taken / (steps * given.topology.world_size)),
+            ]
+            console().print("\n".join(lines), markup=False, soft_wrap=True)
 
 
 def _notes(plan: Plan, lookups: float) -> list[str]:
@@ -83,17 +88,18 @@ def _scale(
     most, steps = sizes
     with progress_bar(quiet) as progress:
         points = scale(plan, heat, log, most, steps, progress)
-    if report is not None:
-        report.write_text(scale_page(plan, points, ", ".join(file.path.name for file in log.files)), encoding="utf-8")
-    if deliver({"batch": plan.batch, "steps": steps, "points": points}, json, quiet):
-        heads = f"{'ranks':>6} {'node':>10} {'cluster':>10} {'exposed':>10} {'step':>10}   per rank and step"
-        console().print(heads, markup=False)
-        for each in points:
-            words = each.get("refused")
-            if not words:
-                sent, times = (show_bytes(each["bytes"][link]) for link in ("node", "cluster")), ("exposed", "step")
-                words = " ".join(f"{word:>10}" for word in (*sent, *(show_seconds(each[part]) for part in times)))
-            console().print(f"{each['cards']:>6} {words}", markup=False, soft_wrap=True)
+    with deliver({"batch": plan.batch, "steps": steps, "points": points}, json, quiet) as shown:
+        if shown:
+            heads = f"{'ranks':>6} {'node':>10} {'cluster':>10} {'exposed':>10} {'step':>10}   per rank and step"
+            console().print(heads, markup=False)
+            for each in points:
+                words = each.get("refused")
+                if not words:
+                    sent, times = (show_bytes(each["bytes"][link]) for link in ("node", "cluster")), ("exposed", "step")
+                    words = " ".join(f"{word:>10}" for word in (*sent, *(show_seconds(each[part]) for part in times)))
+                console().print(f"{each['cards']:>6} {words}", markup=False, soft_wrap=True)
+        if report is not None:
+            write_text(report, scale_page(plan, points, ", ".join(file.path.name for file in log.files)))
 
 
 def _lines(found: Simulation, rounds: float) -> list[str]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thermocline.errors import BadInput
+from thermocline.errors import BadInput, ThermoclineError, write_text
 
-from .options import Debug, Device, Json, Page, Quiet, command_group
-from .output import console, deliver, progress_bar, stop_on_interrupt, table
+from .options import Debug, Device, Json, Page, Quiet, check_file, check_folder, command_group
+from .output import deliver, print_table, progress_bar, stop_on_interrupt
 
 if TYPE_CHECKING:
     from thermocline.train import DLRMResult, DLRMRun, SequenceResult, SequenceRun
@@ -47,10 +47,16 @@ PlanFile = Annotated[
 ]
 HeatFile = Annotated[Path | None, typer.Option("--heat", metavar="FILE.tc", help="Heat file of the plan.")]
 RunFile = Annotated[
-    Path | None, typer.Option("--run-json", metavar="RUN", help="Write measurements for `plan check` (with --plan).")
+    Path | None,
+    typer.Option("--run-json", metavar="RUN", callback=check_file, help="Write measurements for `plan check` (with --plan)."),
 ]
-Checkpoint = Annotated[Path | None, typer.Option("--checkpoint", metavar="FOLDER", help="Folder to save to and resume from.")]
-Logdir = Annotated[Path | None, typer.Option("--logdir", metavar="FOLDER", help="Folder for TensorBoard scalars.")]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", metavar="FOLDER", callback=check_folder, help="Folder to save to and resume from."),
+]
+Logdir = Annotated[
+    Path | None, typer.Option("--logdir", metavar="FOLDER", callback=check_folder, help="Folder for TensorBoard scalars.")
+]
 
 app = command_group("Train a reference model.", "thermocline train dlrm --precision int8")
 
@@ -71,7 +77,7 @@ def dlrm(
     cache: Cache = None,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", metavar="BYTES", help="Bytes for rows and cache with --precision auto: 2GiB."),
+        typer.Option("--budget", metavar="BYTES", help="With --precision auto, bytes of rows and cache: 2GiB, or 1/8 of fp32."),
     ] = None,
     policy: Policy = "lfu",
     residency: Annotated[
@@ -194,17 +200,21 @@ def _finish(
         if ranks.first:
             print(f"thermocline: {interrupted}", file=sys.stderr)
         raise
+    except ThermoclineError:
+        if ranks.first and training.position.epoch == training.settings.epochs:  # the last save failed
+            _print(training.result(), ranks.size)
+        raise
     if not ranks.first:
         return
     settings, found, at = _as_json(asdict(training.settings)), asdict(result), training.position
-    if run is not None and training.run_json is not None:
-        training.run_json.save(run)
-    if report is not None:
-        model = "DLRM" if "auc" in found else "sequence model"
-        page = train_page(model, settings, found, at.curve, at.measured, ranks.size)
-        report.write_text(page, encoding="utf-8")
-    if deliver({"settings": settings, "cards": ranks.size, **_as_json(found)}, json, False):
-        _print(result, ranks.size)
+    with deliver({"settings": settings, "cards": ranks.size, **_as_json(found)}, json, False) as shown:
+        if shown:
+            _print(result, ranks.size)
+        if run is not None and training.run_json is not None:
+            training.run_json.save(run)
+        if report is not None:
+            model = "DLRM" if "auc" in found else "sequence model"
+            write_text(report, train_page(model, settings, found, at.curve, at.measured, ranks.size))
 
 
 def _as_json(value: Any) -> Any:
@@ -222,4 +232,4 @@ def _print(result: DLRMResult | SequenceResult, ranks: int) -> None:
     where = "" if ranks == 1 else f" on the first of {ranks} ranks"
     rows.append(("tables", f"{result.rows:,} rows, {sum(result.memory.values()):,} bytes{where} ({parts})"))
     rows.append(("time", f"{result.seconds:.1f} s for {result.samples:,} samples"))
-    console().print(table(("", " "), rows, ("", " "), show_header=False))
+    print_table(("", " "), rows, ("", " "), show_header=False)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from .options import Debug, Device, Json, Quiet
-from .output import console, deliver, progress_bar
+from .output import console, deliver, print_table, progress_bar
 
 EXAMPLE = "Example:  thermocline verify --device cpu"
 
@@ -26,19 +26,18 @@ def verify(device: Device = None, json: Json = None, quiet: Quiet = False, debug
     with progress_bar(quiet) as progress:
         checks = kernels.run(device, progress)
     failed = sum(check["result"] == "FAILED" for check in checks)
-    if deliver({"ok": not failed, "checks": checks}, json, False):
-        _print(checks, quiet)
+    with deliver({"ok": not failed, "checks": checks}, json, False) as shown:
+        if shown:
+            _print(checks, quiet)
     if failed:
         raise typer.Exit(1)
 
 
 def _print(checks: Sequence[Check], quiet: bool) -> None:
     shown = [check for check in checks if check["result"] == "FAILED" or not quiet]
-    table = Table(*(column.replace("_", " ") for column in COLUMNS), box=None, pad_edge=False)
-    for check in shown:
-        table.add_row(*(check[column] for column in COLUMNS), style=STYLES[check["result"]])
-    out = console()
+    heads = [column.replace("_", " ") for column in COLUMNS]
     if shown:
-        out.print(table)
+        rows = [[Text(check[column], STYLES[check["result"]]) for column in COLUMNS] for check in shown]
+        print_table(heads, rows, heads)
     count = Counter(check["result"] for check in checks)
-    out.print(f"{count['equal'] + count['close']} passed, {count['FAILED']} failed, {count['skipped']} skipped")
+    console().print(f"{count['equal'] + count['close']} passed, {count['FAILED']} failed, {count['skipped']} skipped")

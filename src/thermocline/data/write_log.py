@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from thermocline.errors import explain_failed_write
+
 from .metrics import Measures, Scores
 from .synthetic import SyntheticLog
 from .synthetic_sequences import ReportProgress, SyntheticSequences
@@ -20,8 +22,9 @@ def _replaces(path: Path) -> Iterator[Path]:
     """A file to write, which takes the place of `path` unless writing fails."""
     part = path.with_name(path.name + ".part")
     try:
-        yield part
-        part.replace(path)
+        with explain_failed_write(path):
+            yield part
+            part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 

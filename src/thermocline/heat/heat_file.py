@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.errors import BadInput, FormatError
+from thermocline.errors import BadInput, FormatError, explain_failed_write
 
 from .profile import BatchRepeats, HeatProfile, LogSlice, TableHeat
 
@@ -86,7 +86,7 @@ def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> Non
     """Writes a safetensors file under a temporary name and renames it when it is complete."""
     aside = path.with_name(path.name + ".new")
     try:
-        with open(aside, "wb") as file:
+        with explain_failed_write(path, sum(array.nbytes for array in arrays.values())), open(aside, "wb") as file:
             for piece in _pieces(arrays, metadata):
                 file.write(piece)
         aside.replace(path)

@@ -42,6 +42,7 @@ def profile_files(
     *,
     settings: ProfilerSettings | None = None,
     output: Path | str | None = None,
+    skip_bad: int = 0,
     report: Report = lambda done, total, what: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> HeatProfile:
@@ -49,9 +50,10 @@ def profile_files(
 
     Args:
         paths: Parquet, CSV or Criteo TSV files, oldest first.
-        columns: Columns of ids; default: C1, C2, ...
+        columns: Columns of ids, integers or text; default: C1, C2, ...
         settings: Memory limit, and batch sizes for repeats.
         output: The heat file to write. Work can then be interrupted and resumed.
+        skip_bad: Bad lines of text files to leave out, at most: too few columns, or no integer in a column of integers.
         report: Called with (samples done, samples in total, file name).
         stop: Called between chunks; True interrupts the work.
 
@@ -61,18 +63,31 @@ def profile_files(
     Raises:
         ProfilingInterrupted: `stop` returned True. The same call continues later.
         BadInput: A file or column does not exist, or there are no samples.
+        FormatError: A file is damaged, or has more bad lines than `skip_bad`.
 
     Example::
 
         profile_files(["day_0.parquet", "day_1.parquet"], ["user", "item"], output="heat.tc")
     """
-    files, columns = open_logs(paths, columns)
+    partial = None if output is None else Path(f"{output}.partial")
+    files, columns = open_logs(paths, columns, skip_bad)
+    result = count_files(files, columns, settings, partial, report, stop)
+    if output is not None and partial is not None:
+        result.save(output)
+        partial.unlink(missing_ok=True)
+    return result
+
+
+def count_files(
+    files: Sequence[LogFile], columns: Sequence[str], settings: ProfilerSettings | None, partial: Path | None,
+    report: Report, stop: Callable[[], bool],
+) -> HeatProfile:  # fmt: skip
+    """As `profile_files`, with the state in `partial` and without a result file."""
     total = sum(file.samples for file in files)
     if total == 0:
         raise BadInput(f"there are no samples in {', '.join(str(file.path) for file in files)}", parameter="paths")
     profiler = Profiler(columns, settings or ProfilerSettings(), total)
-    partial = None if output is None else Path(f"{output}.partial")
-    of = {"files": [_mark(file.path) for file in files], "columns": columns}
+    of = {"files": [_mark(file.path) for file in files], "columns": columns, "skipped": [file.skipped for file in files]}
     if partial is not None and partial.is_file():
         profiler.restore(partial, of)
     saved = time.monotonic()
@@ -85,11 +100,7 @@ def profile_files(
                 raise ProfilingInterrupted(message)
         report(profiler.done, total, path.name)
         profiler.add(chunk)
-    result = profiler.result(", ".join(str(file.path) for file in files))
-    if output is not None and partial is not None:
-        result.save(output)
-        partial.unlink(missing_ok=True)
-    return result
+    return profiler.result(", ".join(str(file.path) for file in files))
 
 
 def _chunks(files: Sequence[LogFile], columns: Sequence[str], first: int) -> Iterator[tuple[Path, dict[str, LogIds]]]:

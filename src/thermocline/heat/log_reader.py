@@ -1,25 +1,30 @@
 """Logs as streams of ids: Parquet, CSV with a header, and Criteo's TSV, in chunks of bounded size.
 
-A column holds one id per sample, or a list. Ids are raw 64 bits; uint64 beyond 2^63 reads as negative. A null is no lookup and
-is counted as missing. In Criteo's TSV a missing category is the id 0, as in training from such a file.
+A column holds one id per sample, or a list. Ids are raw 64 bits; uint64 beyond 2^63 reads as negative. Text becomes an id by a
+hash (`id_of_text`). A null is no lookup and is counted as missing. In Criteo's TSV a missing category is the id 0, as in
+training from such a file.
 
     ending                        format
-    .parquet .pq                  Parquet: integers, or lists of integers
-    .csv .csv.gz                  text with commas and a header
-    all others, also with .gz     Criteo's TSV: label, I1 to I13, C1 to C26 in hexadecimal
+    .parquet .pq                  Parquet: integers, text, or lists of them
+    .csv .csv.gz                  text with a header, and commas, tabs or semicolons
+    all others, also with .gz     the same if the first line begins with a letter, else Criteo's TSV: label, I1 to I13, C1 to
+                                  C26 in hexadecimal
 
-A Parquet file knows its number of samples; text is counted first, because slices of equal length need the number.
+A column of CSV has text if more than a tenth of its first values are not numbers. A Parquet file knows its number of samples;
+text is counted first, because slices of equal length need the number. With `skip_bad`, that count also finds bad lines.
 """
 
 from __future__ import annotations
 
 import csv as plain_csv
+import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +38,12 @@ TSV_IDS = TSV_NAMES[14:]
 LARGEST_CHUNK = 1 << 16  # samples
 VALUES = 1 << 20  # of a chunk, in all columns
 BLOCK = 1 << 23  # bytes of text read at a time
+HEAD, HEAD_LINES = 1 << 18, 1000  # bytes and lines that tell numbers from text
+
+
+def id_of_text(text: str) -> int:
+    """The id of a text: BLAKE2b of its UTF-8 bytes with a digest of 8 bytes, as a little-endian signed integer."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class LogIds(NamedTuple):
@@ -60,6 +71,8 @@ class LogFile:
     """One file of a log."""
 
     path: Path
+    skip_bad: bool = False  # leave out bad lines of a file with a header
+    wanted: tuple[str, ...] = ()  # columns whose bad values make a line bad
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
@@ -71,7 +84,32 @@ class LogFile:
     @cached_property
     def kind(self) -> str:
         name = self.path.name.lower().removesuffix(".gz")
-        return "parquet" if name.endswith((".parquet", ".pq")) else "csv" if name.endswith(".csv") else "tsv"
+        if name.endswith((".parquet", ".pq")):
+            return "parquet"
+        return "csv" if name.endswith(".csv") or self._head[:1].isalpha() else "tsv"
+
+    @cached_property
+    def _head(self) -> str:
+        """The beginning of a text file, up to the end of a line."""
+        with _stream(self.path) as stream:
+            head = stream.read(HEAD).decode("utf-8-sig", errors="replace")  # some programs write a byte-order mark
+        return head if len(head) < HEAD // 4 else head.rpartition("\n")[0] or head
+
+    @cached_property
+    def delimiter(self) -> str:
+        first = self._head.partition("\n")[0]
+        return max(",\t;", key=first.count)
+
+    @cached_property
+    def text_columns(self) -> frozenset[str]:
+        """The columns of a CSV file that have text."""
+        rows = list(plain_csv.reader(self._head.splitlines()[: HEAD_LINES + 1], delimiter=self.delimiter))[1:]
+        found = set()
+        for at, name in enumerate(self.names):
+            values = [row[at] for row in rows if at < len(row) and row[at]]
+            if sum(not _is_number(value) for value in values) > len(values) / 10:
+                found.add(name)
+        return frozenset(found)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -80,14 +118,28 @@ class LogFile:
             return tuple(_parquet(self.path).schema_arrow.names)
         if self.kind == "tsv":
             return TSV_NAMES
-        with _stream(self.path) as stream:
-            head = stream.read(1 << 16).decode("utf-8-sig", errors="replace")  # some programs write a byte-order mark
-        return tuple(next(plain_csv.reader(head.splitlines()), ()))
+        return tuple(next(plain_csv.reader(self._head.splitlines(), delimiter=self.delimiter), ()))
 
     @cached_property
     def samples(self) -> int:
+        """The samples of the file, without bad lines that are skipped."""
         if self.kind == "parquet":
             return int(_parquet(self.path).metadata.num_rows)
+        if self.skips:
+            return sum(batch.num_rows for batch in self._text(self.wanted))
+        return self._lines
+
+    @property
+    def skips(self) -> bool:
+        return self.skip_bad and self.kind != "parquet"
+
+    @property
+    def skipped(self) -> int:
+        """Bad lines that are left out."""
+        return self._lines - self.samples if self.skips else 0
+
+    @cached_property
+    def _lines(self) -> int:
         lines, last = 0, b"\n"
         with _stream(self.path) as stream:
             while block := stream.read(1 << 20):
@@ -128,21 +180,46 @@ class LogFile:
         from pyarrow import csv
 
         tsv = self.kind == "tsv"
-        type = pyarrow.string() if tsv else pyarrow.int64()
+        text = [name for name in columns if tsv or self.skips or name in self.text_columns]
+        types = {name: pyarrow.string() if name in text else pyarrow.int64() for name in columns}
+        skip = (lambda row: "skip") if self.skips else None
+        parse = csv.ParseOptions(
+            delimiter="\t" if tsv else self.delimiter, quote_char=not tsv and '"', invalid_row_handler=skip
+        )
         try:
             with _stream(self.path) as stream:
-                yield from csv.open_csv(
+                batches = csv.open_csv(
                     stream,
                     read_options=csv.ReadOptions(column_names=TSV_NAMES if tsv else None, block_size=BLOCK),
-                    parse_options=csv.ParseOptions(delimiter="\t", quote_char=False) if tsv else None,
+                    parse_options=parse,
                     convert_options=csv.ConvertOptions(
-                        column_types=dict.fromkeys(columns, type), include_columns=list(columns),
-                        null_values=[""] if tsv else None, strings_can_be_null=tsv,
+                        column_types=types, include_columns=list(columns),
+                        null_values=[""] if tsv else None, strings_can_be_null=bool(text),
                     ),
                 )  # fmt: skip
+                yield from map(self._without_bad, batches) if self.skips and not tsv else batches
         except pyarrow.ArrowInvalid as error:
             form = "Criteo's TSV (label, 13 numbers, 26 categories)" if tsv else "CSV with integers in these columns"
-            raise FormatError(f"'{self.path}' is not {form}: {error}", path=str(self.path), expected=self.kind) from None
+            way_out = "" if self.skips else "; --skip-bad N leaves out up to N bad lines"
+            message = f"'{self.path}' is not {form}: {error}{way_out}"
+            raise FormatError(message, path=str(self.path), expected=self.kind) from None
+
+    def _without_bad(self, batch: Any) -> Any:
+        """A batch of text without the lines that have no integer in a column of integers."""
+        import pyarrow
+
+        made, good_N = [], np.ones(batch.num_rows, bool)
+        for name in batch.schema.names:
+            column = batch.column(name)
+            if name not in self.text_columns:
+                try:
+                    column = column.cast(pyarrow.int64())
+                except pyarrow.ArrowInvalid:
+                    read = [None if value is None else _integer(value) for value in column.to_pylist()]
+                    good_N &= np.array([value is not False for value in read])
+                    column = pyarrow.array([None if value is False else value for value in read], pyarrow.int64())
+            made.append(column)
+        return pyarrow.RecordBatch.from_arrays(made, batch.schema.names).filter(pyarrow.array(good_N))
 
     def _bags(self, name: str, array: Any, hexadecimal: bool) -> LogIds:
         import pyarrow
@@ -156,8 +233,10 @@ class LogFile:
         if is_list or pyarrow.types.is_fixed_size_list(array.type):
             offsets = _running(_numpy(array.value_lengths().fill_null(0)).astype(np.int64))
             values = array.flatten()
+        if pyarrow.types.is_string(values.type) or pyarrow.types.is_large_string(values.type):
+            values = _hashed(values)
         if not pyarrow.types.is_integer(values.type):
-            message = f"column '{name}' of '{self.path}' is {array.type}; ids are integers or lists of integers"
+            message = f"column '{name}' of '{self.path}' is {array.type}; ids are integers, text, or lists of them"
             raise FormatError(message, path=str(self.path), column=name, value=str(array.type))
         if values.null_count:
             before_N = _running(_numpy(values.is_valid()).astype(np.int64))
@@ -181,8 +260,8 @@ class LogFile:
         raise FormatError(message, path=str(self.path), column=name, expected="hexadecimal")
 
 
-def open_logs(paths: Sequence[Path | str], columns: Sequence[str]) -> tuple[list[LogFile], list[str]]:
-    """The files of a log, and its columns: those given, or C1, C2, ... by default."""
+def open_logs(paths: Sequence[Path | str], columns: Sequence[str], skip_bad: int = 0) -> tuple[list[LogFile], list[str]]:
+    """The files of a log, and its columns: those given, or C1, C2, ... by default. Up to `skip_bad` lines may be bad."""
     files = [LogFile(Path(path)) for path in paths]
     if not files:
         raise BadInput("there is no log to profile; give at least one file", parameter="paths")
@@ -201,7 +280,41 @@ def open_logs(paths: Sequence[Path | str], columns: Sequence[str]) -> tuple[list
         if missing := [name for name in wanted if name not in file.names]:
             message = f"'{file.path}' has no column {', '.join(missing)}; it has {', '.join(file.names)}"
             raise BadInput(message, parameter="columns", path=str(file.path), value=missing, available=file.names)
+    with_header = [file for file in files if file.kind == "csv"]
+    for name in wanted:
+        if len({name in file.text_columns for file in with_header}) > 1:
+            there = [str(file.path) for file in with_header if name in file.text_columns]
+            message = f"column '{name}' has text in {', '.join(there)} and numbers in other files; ids would not agree"
+            raise FormatError(message, path=there[0], column=name)
+    if skip_bad:
+        files = [replace(file, skip_bad=True, wanted=tuple(wanted)) for file in files]
+        if (bad := sum(file.skipped for file in files)) > skip_bad:
+            message = f"{bad:,} lines are bad, and skip_bad is {skip_bad:,}; repair them, or skip {bad:,}"
+            raise FormatError(message, parameter="skip_bad", value=skip_bad, needed=bad)
     return files, wanted
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _integer(text: str) -> int | Literal[False]:
+    """A number of 64 bits, or False."""
+    value = int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,19}\s*", text) else 1 << 63
+    return -(1 << 63) <= value < 1 << 63 and value
+
+
+def _hashed(texts: Any) -> Any:
+    """The ids of texts."""
+    import pyarrow
+
+    coded = texts.dictionary_encode()
+    ids = [id_of_text(text) for text in coded.dictionary.to_pylist()]
+    return pyarrow.array(ids, pyarrow.int64()).take(coded.indices)
 
 
 def _parquet(path: Path) -> Any:

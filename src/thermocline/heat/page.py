@@ -13,7 +13,7 @@ from thermocline.report.axes import Axis, from_zero
 from thermocline.report.charts import Band, Line, columns, lines
 from thermocline.report.markup import Html
 from thermocline.report.numbers import Number, brief, count, share
-from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
+from thermocline.report.page import facts, figure, figures, page, section, table, verdict
 
 from .profile import HeatProfile, LogSlice, TableHeat
 
@@ -42,7 +42,7 @@ def heat_page(profile: HeatProfile) -> str:
     hot = sum(one.hottest(0.01) * one.lookups for one in heats) / max(lookups, 1)
     return page(
         f"Heat of {_source(profile.source)}",
-        paragraph(
+        verdict(
             f"{count(len(heats))} {'table' if len(heats) == 1 else 'tables'} with {count(lookups)} lookups. "
             f"The hottest 1% of the rows of each take {share(hot)} of them."
         ),

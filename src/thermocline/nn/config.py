@@ -49,7 +49,7 @@ class RowConfig:
             `{"fp32": 0.01, "int8": 0.05, "int2": 0.94}`; or "auto", the best formats that fit into `budget`.
         cache: fp32 slots for hot rows: a share of the rows (float in [0, 1]) or bytes ("2GiB"). Default: 0.05 for formats that
             gain from a cache.
-        budget: bytes for rows and cache ("2GiB"), with precision "auto" only.
+        budget: bytes for rows and cache ("2GiB"), or their ratio to fp32 rows ("1/8"); with precision "auto" only.
         policy: which rows stay in the cache: "lfu", "lru", "adaptive" or "fixed".
         optimizer: the fused optimizer of the rows.
         residency: "device", or "host" for rows in host memory with a cache on the GPU.
@@ -92,7 +92,7 @@ class RowConfig:
         object.__setattr__(self, "cache", _size("cache", self.cache))
         object.__setattr__(self, "staged", _size("staged", self.staged))
         if self.budget is not None:
-            parse_bytes("budget", self.budget)
+            parse_budget(self.budget, 0)
         if self.cache is not None and (self.precision == AUTO or isinstance(self.precision, Mapping)):
             _refuse("cache", self.cache, f"precision {self.precision!r} sets the cache slots: drop cache=")
         if self.staged is not None and self.residency != "host":
@@ -193,7 +193,7 @@ def choose_tiers(shapes: Sequence[TableRequest], rows: RowConfig) -> tuple[Tiers
         fixed = [t for t in tiers if t.base != AUTO]
         tables = [TableSpec(s.rows, s.dim, t.base) for s, t in zip(shapes, tiers, strict=True) if t.base != AUTO]
         taken = bytes_of(tables, divide(tables, [t.full for t in fixed]), divide(tables, [t.near for t in fixed]))
-        found = fit(sizes, parse_bytes("budget", rows.budget), taken + overhead(tables))
+        found = fit(sizes, parse_budget(rows.budget, sum(4 * s.rows * s.dim for s in shapes)), taken + overhead(tables))
         tiers = [found if t.base == AUTO else t for t in tiers]
     return tuple(tiers)
 
@@ -256,6 +256,14 @@ def _staged_share(staged: float | str, tables: Sequence[TableSpec], slots: Seque
     if size == 0:
         _refuse("staged", staged, "use more than 0, or None for room for three batches")
     return min(size, 1.0)
+
+
+def parse_budget(text: Any, fp32: int) -> int:
+    """The bytes of a budget: "2GiB", or a ratio such as "1/8" of the bytes of fp32 rows."""
+    ratio = re.fullmatch(r"\s*([0-9]+)\s*/\s*([1-9][0-9]*)\s*", text) if isinstance(text, str) else None
+    if ratio is not None and 0 < int(ratio[1]) <= int(ratio[2]):
+        return fp32 * int(ratio[1]) // int(ratio[2])
+    return parse_bytes("budget", text, "a ratio to fp32 rows such as '1/8', or ")
 
 
 def parse_bytes(name: str, text: Any, alternative: str = "") -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from .cost.memory import CODES, PARTS, Precision, exchange_bytes, parse_precision, table_bytes
 from .tables import TableConfig, TablesConfig
 from .topology import Topology
+from .units import show_bytes
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,20 @@ def _fit(total: int, host: int, buffers: int, topology: Topology) -> GpuFit | No
             gpus, nodes = (hosts - 1) * per_node + 1, hosts
     share = -(-total // gpus) + (buffers if gpus > 1 else 0)
     return GpuFit(gpus, nodes, share, -(-host // nodes))
+
+
+def verdict(estimates: Sequence[Estimate], topology: Topology) -> tuple[Estimate | None, str]:
+    """The first estimate whose tables the GPUs of a topology hold, and a sentence about it."""
+    gpus, memory = topology.world_size, show_bytes(topology.gpu.memory)
+    there = f"{gpus:,} {'GPU' if gpus == 1 else 'GPUs'} of {memory}"
+    for found in estimates:
+        if (fit := found.on_gpu) is not None and fit.gpus <= gpus:
+            where = there if gpus == 1 else f"{fit.gpus:,} of {there}"
+            part = f"{show_bytes(fit.gpu_bytes)} per GPU, {fit.gpu_bytes / topology.gpu.memory:.0%} of its memory"
+            return found, f"{found.choice.name} fits on {where}: {part}"
+    least = min(estimates, key=lambda found: found.total)
+    needed = "no number of them is enough" if least.on_gpu is None else f"{least.on_gpu.gpus:,} such GPUs are needed"
+    return None, f"nothing fits on {there}: {least.choice.name} takes {show_bytes(least.total)}, and {needed}"
 
 
 def notes(

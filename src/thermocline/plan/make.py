@@ -27,7 +27,7 @@ from .solve.solver import Problem, Score, Search, score
 from .solve.tiers import OWNER_POOLED
 from .tables import TableConfig, TablesConfig
 from .topology import Topology
-from .units import read_bytes, show_bytes
+from .units import read_bytes, read_share, show_bytes
 
 GOALS, GRADIENTS = ("train", "serve"), ("fp32", "bf16")
 GIB = 1 << 30
@@ -63,7 +63,8 @@ def make_plan(
         tables: The tables of the model, or a tables file.
         heat: A heat profile, a heat file, or a heat curve for each table.
         topology: The cluster, a topology file, or the name of a preset.
-        budget: Bytes per GPU that tables may fill, as a number or as "40GiB". Default: all GPU memory of the topology.
+        budget: Bytes per GPU that tables may fill, as a number or as "40GiB", or a share of its memory as "1/2". Default: all
+            GPU memory of the topology.
         goal: "train" plans training steps. "serve" plans requests: rows are not updated, so replicas need no sync.
         gradients: Precision of gradients on the wire, "fp32" or "bf16".
         shuffled: Samples are trained in random order, so that batches repeat ids less often than the log does.
@@ -280,7 +281,8 @@ def read_request(
     heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
     topology = topology if isinstance(topology, Topology) else Topology.load(topology)
     memory = topology.gpu.memory
-    room = memory if budget is None else read_bytes(budget)
+    share = 1.0 if budget is None else read_share(budget)
+    room = read_bytes(budget) if share is None else int(share * memory)
     if not 0 < room <= memory:
         message = (
             f"the budget is {show_bytes(room)} per GPU, and a GPU of the topology has {show_bytes(memory)}: lower the "

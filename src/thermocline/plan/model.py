@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from thermocline.errors import FormatError
+from thermocline.errors import FormatError, write_text
 
 from .io import FileModel
 from .tables import Optimizer, Pooling
@@ -189,6 +189,9 @@ class StepPlan(FileModel):
         return self.total - self.parts["dense"]
 
 
+FREE = "nothing: more memory or a longer dense part would not change the choice"  # what limits a table
+
+
 class Sensitivity(FileModel):
     """The effect of a little more memory or hardware."""
 
@@ -279,7 +282,7 @@ class Plan(FileModel):
 
     def save(self, path: str | Path) -> None:
         """Write plan.json."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_text(path, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

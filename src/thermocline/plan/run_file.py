@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from thermocline.errors import BadInput
+from thermocline.errors import BadInput, write_text
 from thermocline.report.numbers import Number
 
 from .fields import Amount, Bytes, Count
@@ -80,7 +80,7 @@ class MeasuredRun(FileModel):
         yield from ((("parts", *at_part), text) for at_part, text in _unknown(self.parts, STEP_PARTS))
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_text(path, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> MeasuredRun:

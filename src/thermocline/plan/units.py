@@ -19,10 +19,19 @@ SECONDS: dict[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns"
 
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]+)\s*")
 
+_SHARE = re.compile(r"\s*(?:([0-9]+)\s*/\s*([1-9][0-9]*)|(0?\.[0-9]+))\s*")
+
 
 def read_bytes(given: object) -> int:
     """Bytes, from a number or from text such as "141GB"."""
     return round(_read(given, BYTES, "bytes, such as 141GB or 2GiB"))
+
+
+def read_share(given: object) -> float | None:
+    """A share above 0 and up to 1, from text such as "1/8" or "0.125"; None for anything else."""
+    match = _SHARE.fullmatch(given) if isinstance(given, str) else None
+    share = 0.0 if match is None else float(match[3]) if match[3] else int(match[1]) / int(match[2])
+    return share if 0 < share <= 1 else None
 
 
 def read_rate(given: object) -> float:

@@ -82,19 +82,20 @@ def columns(title: str, names: Sequence[str], values: Sequence[float], up: Axis,
     return _chart(title, f"{len(names)} columns", drawn, [], plot.bottom + _BELOW)
 
 
-def bars(title: str, bars: Sequence[Bar], show: Show, limit: tuple[str, float] | None = None) -> Html:
-    """Horizontal bars. A part has the same colour in all bars; `limit` is a vertical line."""
+def bars(title: str, bars: Sequence[Bar], show: Show, limit: tuple[str, float] | None = None, colour: int = 0) -> Html:
+    """Horizontal bars. A part has the same colour in all bars, from `colour` on; `limit` is a vertical line."""
     kinds = dict.fromkeys(part for bar in bars for part in bar.parts)
-    colours = {kind: _colour(number) for number, kind in enumerate(kinds)}
+    colours = {kind: _colour(number) for number, kind in enumerate(kinds, colour)}
     axis = Axis(0.0, max([bar.total for bar in bars] + [limit[1] if limit else 0.0]) or 1.0)
     left = 6 + min(max((width_of(bar.name) for bar in bars), default=0), 160)
     wide = WIDTH - left - max((width_of(str(show(bar.total))) for bar in bars), default=0) - 6
     pitch = 20 if len(bars) <= 16 else 13
     drawn: list[Html] = []
+    labels = _labels([bar.name for bar in bars], left - 6)
     for number, bar in enumerate(bars):
         top, reach = number * pitch, left
         baseline = top + pitch / 2 + 4
-        drawn.append(_words(left - 6, baseline, shorten(bar.name, left - 6), "end", whole=bar.name))
+        drawn.append(_words(left - 6, baseline, labels[number], "end", whole=bar.name))
         for kind, value in bar.parts.items():
             box = {"x": reach, "y": top + pitch * 0.12, "width": wide * axis.at(value), "height": pitch * 0.76}
             tip = element("title", f"{bar.name}, {kind}: {show(value)}")
@@ -209,6 +210,21 @@ def shorten(words: str, width: float) -> str:
     while words and width_of(words) > width - _LETTER:
         words = words[:-1]
     return words.rstrip() + "…"
+
+
+def _labels(names: Sequence[str], width: float) -> list[str]:
+    """Names shortened at their ends, or in the middle where two would read the same."""
+    cut = [shorten(name, width) for name in names]
+    return [_without_middle(name, width) if cut.count(short) > 1 else short for name, short in zip(names, cut, strict=True)]
+
+
+def _without_middle(name: str, width: float) -> str:
+    left, right = name[: len(name) // 2], name[len(name) // 2 :]
+    if width_of(name) <= width:
+        return name
+    while left and width_of(left + right) > width - _LETTER:
+        left, right = (left[:-1], right) if len(left) > len(right) else (left, right[1:])
+    return f"{left.rstrip()}…{right.lstrip()}"
 
 
 class Picture(str):

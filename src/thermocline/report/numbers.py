@@ -13,10 +13,11 @@ _COUNTS = (("", 1.0), ("k", 1e3), ("M", 1e6), ("B", 1e9), ("T", 1e12))
 
 @dataclass(frozen=True)
 class Number:
-    """A value and its text."""
+    """A value and its text; `good` colours a win or a loss."""
 
     value: float
     text: str
+    good: bool | None = None
 
     def __str__(self) -> str:
         return self.text

@@ -5,8 +5,15 @@ The page must open from a mail attachment without network, so it has no links, a
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from importlib.resources import files
+from pathlib import Path
+
+from thermocline import __version__
 
 from .markup import Html, element, join
 from .numbers import Number
@@ -30,8 +37,29 @@ def page(title: str, *parts: object, foot: str = "", live: str = "") -> str:
         element("title", title),
         element("style", style),
     )
-    body = element("body", element("h1", title), *parts, element("footer", foot), element("script", script, Html(live)))
+    end = foot if live else " · ".join(filter(None, (foot, written())))
+    body = element("body", element("h1", title), *parts, element("footer", end), element("script", script, Html(live)))
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
+
+
+def written() -> str:
+    """Date, version and machine of a page."""
+    return f"Written {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC by thermocline {__version__} on {_machine()}."
+
+
+def _machine() -> str:
+    """The processor and, where torch is loaded and sees one, the GPU."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text(encoding="utf-8", errors="replace").splitlines() if known.exists() else []
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    torch = sys.modules.get("torch")
+    gpu = torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else ""
+    return ", ".join(filter(None, (gpu, f"{cpu} ({os.cpu_count()} cores)")))
+
+
+def verdict(*words: object) -> Html:
+    """The sentence that a report begins with."""
+    return element("p", *words, class_="verdict")
 
 
 def section(heading: str, *parts: object) -> Html:
@@ -77,4 +105,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], search: str 
 def _cell(value: object, right: bool) -> Html:
     number = value.value if isinstance(value, Number) else value
     sort_by = f"{number:.6g}" if isinstance(number, (int, float)) else "-1e300" if right else None
-    return element("td", value, class_="n" if right else None, data_v=sort_by)
+    good = value.good if isinstance(value, Number) else None
+    names = ["n"] * right + ([] if good is None else ["good" if good else "bad"])
+    return element("td", value, class_=" ".join(names) or None, data_v=sort_by)

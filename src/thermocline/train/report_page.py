@@ -9,8 +9,8 @@ from typing import Any
 from thermocline.report.axes import Axis, from_zero
 from thermocline.report.charts import Bar, Line, bars, lines
 from thermocline.report.markup import Html
-from thermocline.report.numbers import Number, count, seconds, share, size
-from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
+from thermocline.report.numbers import Number, brief, count, seconds, share, size
+from thermocline.report.page import facts, figure, figures, page, paragraph, section, table, verdict
 
 MEASURES = {
     "auc": "test AUC", "logloss": "test LogLoss", "ne": "test NE", "hit_rate": "test HitRate@10", "ndcg": "test NDCG@10",
@@ -25,18 +25,20 @@ def train_page(
 ) -> str:  # fmt: skip
     """The page of a run: `curve` has points of the training, `epochs` the metrics after each epoch."""
     drawn = [*_progress(curve), *_epochs(epochs)]
-    memory, plain = sum(result["memory"].values()), 4 * settings["dim"] * result["rows"]
+    memory, plain, state = sum(result["memory"].values()), 4 * settings["dim"] * result["rows"], _state(result)
     one_rank, words = ranks == 1, "One run with one seed: small differences may be chance."
     numbers = {name: _four(result[field]) for field, name in MEASURES.items() if field in result}
     numbers["train loss"] = _four(result["train_loss"])
     numbers["samples per second"] = count(round(result["samples"] / max(result["seconds"], 1e-9)))
     numbers["tables" if one_rank else "tables, first rank"] = size(memory)
-    if one_rank and memory:
-        numbers["smaller than fp32 rows"] = Number(plain / memory, f"{plain / memory:.2f}x")
-    bytes_of = figures(_memory(result["memory"], plain if one_rank else None))
+    if one_rank and memory:  # as `MemoryUsage.ratio` and `ratio_with_state` define them
+        numbers["smaller than fp32 rows"] = _ratio(plain, memory - state)
+        numbers["the same with optimizer state"] = _ratio(plain + state, memory)
+    bytes_of = figures(_memory(result["memory"], plain if one_rank else None, state))
     counts = [(name, count(number)) for name, number in result["stats"].items() if number]
     return page(
         f"Training a {model}",
+        verdict(_verdict(settings, result, plain / (memory - state) if one_rank and memory > state else None)),
         paragraph(
             f"{count(result['samples'])} samples on {count(ranks)} {'rank' if one_rank else 'ranks'} in "
             f"{seconds(result['seconds'])}; {count(result['rows'])} rows of {settings['dim']} columns."
@@ -101,11 +103,29 @@ def _epochs(epochs: Sequence[Point]) -> Iterable[Html]:
             yield _line(name[0].upper() + name[1:], "After each epoch.", across, name, points, _four, zero=False)
 
 
-def _memory(parts: Mapping[str, int], plain: int | None) -> Html:
+def _state(result: Mapping[str, Any]) -> int:
+    return int(result["memory"].get("optimizer state", 0))
+
+
+def _ratio(fp32: int, ours: int) -> Number:
+    return Number(fp32 / max(ours, 1), f"{fp32 / max(ours, 1):.2f}x", good=fp32 > ours)
+
+
+def _verdict(settings: Mapping[str, Any], result: Mapping[str, Any], smaller: float | None) -> str:
+    """The result in one sentence."""
+    name = next((name for name in MEASURES if name in result), "train_loss")
+    cache = f" and a cache of {brief(share(settings['cache']))}" if settings.get("cache") else ""
+    rows = f"Rows in {settings['precision']}{cache}" if isinstance(settings.get("precision"), str) else "The run"
+    factor = "" if not smaller else f"{smaller:.2f}x smaller" if smaller >= 1 else f"{1 / smaller:.2f}x larger"
+    bytes_ = f", in tables {factor} than fp32 rows" if factor else ""
+    return f"{rows} gave a {MEASURES.get(name, 'train loss')} of {result[name]:.4f}{bytes_}."
+
+
+def _memory(parts: Mapping[str, int], plain: int | None, state: int) -> Html:
     drawn = [Bar("this run", {name: float(number) for name, number in parts.items() if number})]
     if plain is not None:
-        drawn.append(Bar("fp32 rows", {"weights": float(plain)}))
-    words = "" if plain is None else "fp32 rows without optimizer state."
+        drawn.append(Bar("fp32", {"codes": float(plain)} | ({"optimizer state": float(state)} if state else {})))
+    words = "" if plain is None else "The same rows in fp32, with the same optimizer state."
     return figure("Bytes of the tables", bars("Bytes of the tables", drawn, lambda value: size(round(value))), words)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from thermocline.plan.model import LINK_CLASSES, Alternative, Plan, TablePlan, Tier
+from thermocline.plan.model import FREE, LINK_CLASSES, Alternative, Plan, Sensitivity, TablePlan, Tier
 from thermocline.report.numbers import Number, count, seconds, share, signed, size
 
 MOST_DESCRIBED = 10  # tables described one by one
@@ -15,15 +17,17 @@ CANDIDATE_HEADS = ("plan", "step", "vs. this plan", "fullest GPU", "")
 GROUP_HEADS = ("choice", "tables", "rows", "bytes", "time")
 LEVERS_HEAD = "Savings by levers"
 LEVERS_NOTE = "levers change what a model learns, so none is applied unless requested"
+FREE_NOTE = f'Limited by "nothing" means that {FREE.partition(": ")[2]}.'
 EQUAL = 1e-6  # of the step: a smaller difference counts as none
 LINK_NAMES = {"card": "within a GPU", "host": "GPU to host", "node": "within a node", "cluster": "between nodes"}
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: Plan, width: int | None = None) -> str:
     """Describe a plan as plain text: the step by part, traffic, memory, alternatives, and the reasons for each table.
 
     Args:
         plan: The plan.
+        width: Wrap lines at this many columns; by default, lines are as long as they need to be.
 
     Returns:
         The text.
@@ -33,25 +37,27 @@ def explain(plan: Plan) -> str:
         print(explain(Plan.load("plan.json")))
     """
     sent = [(LINK_NAMES[link], size(number)) for link, number in link_sums(plan).items()]
-    more = [(each.what, value_words(each.saves), each.detail) for each in plan.sensitivities]
+    more = [(each.what, value_words(plan, each), each.detail) for each in plan.sensitivities]
     parts = [
-        [headline(plan), f"Limited by: {plan.binding}."],
-        _section("Predicted step, by part", step_rows(plan)),
-        _section("Bytes sent per GPU and step", sent),
-        _section("GPU memory", memory_rows(plan)),
-        _section("Value of more hardware", more),
-        *([_section(f"{LEVERS_HEAD} ({LEVERS_NOTE})", suggestion_rows(plan))] if plan.suggestions else []),
-        _section("Candidate plans", [CANDIDATE_HEADS, *candidate_rows(plan)]),
+        [verdict(plan), headline(plan), f"Limited by: {plan.binding}."],
+        _section("Predicted step, by part", step_rows(plan), width),
+        _section("Bytes sent per GPU and step", sent, width),
+        _section("GPU memory", memory_rows(plan), width),
+        _section("Value of more hardware", more, width),
+        *([_section(f"{LEVERS_HEAD} ({LEVERS_NOTE})", suggestion_rows(plan), width)] if plan.suggestions else []),
+        _section("Candidate plans", [CANDIDATE_HEADS, *candidate_rows(plan)], width),
     ]
     if len(plan.tables) > MOST_DESCRIBED:
-        parts.append(_section("Tables, by choice", [GROUP_HEADS, *group_rows(plan)]))
+        parts.append(_section("Tables, by choice", [GROUP_HEADS, *group_rows(plan)], width))
         parts.append([f"The {MOST_DESCRIBED} of {count(len(plan.tables))} tables that take most of the step"])
     else:
         parts.append(["Tables"])
     parts += [_description(plan, table) for table in heaviest(plan, MOST_DESCRIBED)]
+    if any(table.binding == FREE for table in plan.tables):
+        parts.append([FREE_NOTE])
     if plan.notes:
         parts.append(["Notes", *(f"  {note}" for note in plan.notes)])
-    return "\n\n".join("\n".join(_printable(line) for line in lines) for lines in parts) + "\n"
+    return "\n\n".join("\n".join(_wrapped(_printable(line), width) for line in lines) for lines in parts) + "\n"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -170,11 +176,41 @@ def cost_words(plan: Plan, cost: float) -> Number | str:
     return Number(number.value, f"{number} per step")
 
 
-def value_words(saves: float | None) -> str:
-    """What more hardware saves."""
-    if saves is None:
+def value_words(plan: Plan, given: Sensitivity) -> str:
+    """What more hardware saves. More GPUs take more samples per step, so their value is samples per second, not the step."""
+    if given.saves is None:
         return "unknown"
-    return f"saves {seconds(saves)} per step" if saves > 0 else "saves nothing"
+    if given.saves > 0 and _adds_gpus(given):
+        return f"{plan.step.total / (plan.step.total - given.saves):.2f}x samples per second"
+    return f"saves {seconds(given.saves)} per step" if given.saves > 0 else "saves nothing"
+
+
+def _adds_gpus(given: Sensitivity) -> bool:
+    return given.what.startswith("one more ")  # node, GPU
+
+
+def step_then(plan: Plan, given: Sensitivity) -> Number | str:
+    """The step with more hardware: with more memory, this step less what is saved."""
+    if given.saves is None or given.time is None:
+        return ""
+    return seconds(given.time if _adds_gpus(given) else plan.step.total - given.saves)
+
+
+def binding_words(table: TablePlan) -> str:
+    """What limits a table; `FREE_NOTE` explains "nothing" once for all tables."""
+    return "nothing" if table.binding == FREE else table.binding
+
+
+def verdict(plan: Plan) -> str:
+    """The plan in one sentence."""
+    fullest, step = plan.fullest_rank.total, plan.step
+    what = "training step" if plan.goal == "train" else "request"
+    rivals = [other.time for other in plan.candidates if other.time is not None and other.time > step.total * (1 + EQUAL)]
+    ahead = f", {max(rivals) / step.total:.2f}x faster than the slowest candidate that fits" if rivals else ""
+    return (
+        f"The tables fit, with {share(fullest / plan.budget)} of the budget on the fullest GPU, and a {what} is predicted to "
+        f"take {seconds(step.total)}{ahead}."
+    )
 
 
 def suggestion_rows(plan: Plan) -> list[Sequence[object]]:
@@ -281,20 +317,54 @@ def _description(plan: Plan, table: TablePlan) -> list[str]:
         f"  sent        {wire_words(table)}",
         *(f"  {kind:<11} {words}" for kind, words in lever_words(table).items()),
         f"  runner-up   {runner_up_words(plan, table.runner_up)}",
-        f"  limited by  {table.binding}",
+        f"  limited by  {binding_words(table)}",
     ]
 
 
-def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Rows of cells as lines; columns with numbers are right-aligned."""
+def aligned(rows: Sequence[Sequence[object]], width: int | None = None) -> list[str]:
+    """Rows of cells as lines; columns with numbers are right-aligned.
+
+    Where a line is longer than `width`, the last column, if it has text, goes to lines of its own, and the first is folded.
+    """
+    lines = _aligned(rows)
+    if width is None or max(map(len, lines), default=0) <= width:
+        return lines
+    details = [""] * len(rows)
+    if not any(isinstance(row[-1], Number) for row in rows):
+        rows, details = [row[:-1] for row in rows], [str(row[-1]) for row in rows]
+    room = width - max(len(line) for line in _aligned([("", *row[1:]) for row in rows]))
+    folded: list[Sequence[object]] = []
+    under: list[str] = []
+    for row, detail in zip(rows, details, strict=True):
+        *first, last = textwrap.wrap(str(row[0]), max(room, 12)) or [""]
+        folded += [*((part, *[""] * (len(row) - 1)) for part in first), (last, *row[1:])]
+        under += [*[""] * len(first), detail]
+    return [text for line, detail in zip(_aligned(folded), under, strict=True) for text in (line, *_indented(detail, width))]
+
+
+def _indented(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+
+
+def _wrapped(line: str, width: int | None) -> str:
+    """The line, wrapped under the words after its label, which two spaces end."""
+    if width is None or len(line) <= width:
+        return line
+    indent = re.match(r" *(\S.*?  +)?", line)
+    assert indent is not None
+    under = " " * (indent.end() if indent.end() < width // 2 else 4)
+    return "\n".join(textwrap.wrap(line, width, subsequent_indent=under, break_on_hyphens=False))
+
+
+def _aligned(rows: Sequence[Sequence[object]]) -> list[str]:
     columns = list(zip(*rows, strict=True))
     signs = [">" if any(isinstance(cell, Number) for cell in column) else "<" for column in columns]
     widths = [f"{sign}{max(len(str(cell)) for cell in column)}" for sign, column in zip(signs, columns, strict=True)]
     return ["  ".join(format(str(cell), width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _section(heading: str, rows: Sequence[Sequence[object]]) -> list[str]:
-    return [heading, *(f"  {line}" for line in aligned(rows) or ["nothing"])]
+def _section(heading: str, rows: Sequence[Sequence[object]], width: int | None) -> list[str]:
+    return [heading, *(f"  {line}" for line in aligned(rows, width and width - 2) or ["nothing"])]
 
 
 def _printable(line: str) -> str:

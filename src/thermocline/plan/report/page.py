@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Plan, RankPlan, TablePlan
+from thermocline.plan.model import DIRECTIONS, FREE, LINK_CLASSES, Plan, RankPlan, TablePlan
 from thermocline.report.axes import Axis
 from thermocline.report.charts import Band, Bar, Line, bars, lines
 from thermocline.report.markup import Html, element, join
 from thermocline.report.numbers import count, seconds, share, size
-from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
+from thermocline.report.page import facts, figure, figures, page, paragraph, section, table, verdict
 
 from . import explain as E
 
@@ -39,6 +39,7 @@ def plan_page(plan: Plan) -> str:
     """
     return page(
         f"Plan for {E.cluster_words(plan.topology.nodes, plan.topology.gpus_per_node)}",
+        verdict(E.verdict(plan)),
         paragraph(E.headline(plan)),
         paragraph(f"Limited by: {plan.binding}."),
         _facts(plan),
@@ -145,9 +146,9 @@ def _rank_words(group: RankPlan) -> str:
 
 def _sensitivities(plan: Plan) -> Html:
     rows = [
-        (s.what, E.value_words(s.saves), seconds(s.time) if s.time is not None else "", s.detail) for s in plan.sensitivities
+        (s.what, E.value_words(plan, s), seconds(plan.step.total), E.step_then(plan, s), s.detail) for s in plan.sensitivities
     ]
-    return table(("with", "effect", "step then", ""), rows)
+    return table(("with", "effect", "step now", "step then", ""), rows)
 
 
 def _heat(one: TablePlan) -> Html:
@@ -171,7 +172,8 @@ def _groups(plan: Plan) -> Html:
 
 def _tables(plan: Plan) -> Html:
     heads = ("table", "rows", "dim", "lookups", "bytes", "time", "choice", "runner-up", "its cost", "limited by")
-    return table(heads, (_row(plan, one) for one in E.heaviest(plan, len(plan.tables))), search="search tables")
+    note = paragraph(E.FREE_NOTE) if any(one.binding == FREE for one in plan.tables) else ""
+    return join(note, table(heads, (_row(plan, one) for one in E.heaviest(plan, len(plan.tables))), search="search tables"))
 
 
 def _folded(words: str, more: Iterable[str]) -> Html:
@@ -193,5 +195,5 @@ def _row(plan: Plan, one: TablePlan) -> tuple[object, ...]:
         _folded(E.choice_words(one), [*E.tier_words(one), *levers, f"sent: {E.wire_words(one)}"]),
         one.runner_up.name if one.runner_up else "none",
         costs,
-        one.binding,
+        E.binding_words(one),
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from thermocline.plan.balance import PlacementInput, imbalance, place
 from thermocline.plan.cost.step_cost import Floats
-from thermocline.plan.model import Alternative
+from thermocline.plan.model import FREE, Alternative
 from thermocline.plan.solve.solver import (
     Mask,
     Problem,
@@ -35,7 +35,6 @@ from thermocline.plan.units import show_bytes
 EXPANDED = 4096  # rows, the hottest of all tables, that are placed one by one to predict the balance
 FULL = 0.97  # of a budget: the rest is less than a step of a curve
 NEGLIGIBLE = 1e-6  # of a step
-FREE = "nothing: more memory or a longer dense part would not change the choice"
 MEMORY = "GPU memory"
 HIDING = "the dense part, which is too short to hide more"
 _SET_NAMES = {
