@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from thermocline.ids.idmap import IdMap
     from thermocline.nn.collection import EmbeddingCollection, Table, unify
     from thermocline.nn.config import RowConfig
-    from thermocline.nn.convert import convert_
+    from thermocline.nn.convert import convert_, revert_
     from thermocline.nn.embedding import Embedding, EmbeddingBag
-    from thermocline.nn.revert import revert_
     from thermocline.nn.rows_module import fused_optimizer
     from thermocline.plan.make import make_plan
     from thermocline.plan.model import Plan

@@ -36,11 +36,6 @@ class Group(NamedTuple):
 EXCEPTIONS = [
     Group(
         "failed",
-        ("test_embedding_bag_device_cpu_*", "test_embedding_bag_bfloat16_cpu_*"),
-        "gradients of rows are wrong under `torch.set_default_dtype(torch.float64)`",
-    ),
-    Group(
-        "failed",
         ("test_embedding_max_norm", "test_embedding_from_pretrained_options", "test_embeddingbag_from_pretrained_options"),
         "`max_norm` is refused: it would rewrite rows in forward",
     ),

@@ -115,8 +115,9 @@ def run(
     except ModuleNotFoundError as error:
         raise BadInput(f"the server needs {error.name}: pip install 'thermocline[serve]'") from error
 
-    message = None if max_message is None else max_message << 20
-    limits = ServerLimits(max_ids, message=message, queue=queue, wait=wait / 1000, in_flight=max_in_flight << 20)
+    limits = ServerLimits(
+        max_ids, message=max_message and max_message << 20, queue=queue, wait=wait / 1000, in_flight=max_in_flight << 20
+    )
     server_config = ServerConfig(host, http_port, grpc_port, credentials, limits, follow)
     write_to_stderr(quiet)
 

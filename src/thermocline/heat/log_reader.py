@@ -92,7 +92,7 @@ class LogFile:
     def _head(self) -> str:
         """The beginning of a text file, up to the end of a line."""
         with _stream(self.path) as stream:
-            head = stream.read(HEAD).decode("utf-8-sig", errors="replace")  # some programs write a byte-order mark
+            head: str = stream.read(HEAD).decode("utf-8-sig", errors="replace")  # some programs write a byte-order mark
         return head if len(head) < HEAD // 4 else head.rpartition("\n")[0] or head
 
     @cached_property
@@ -283,9 +283,11 @@ def open_logs(paths: Sequence[Path | str], columns: Sequence[str], skip_bad: int
     with_header = [file for file in files if file.kind == "csv"]
     for name in wanted:
         if len({name in file.text_columns for file in with_header}) > 1:
-            there = [str(file.path) for file in with_header if name in file.text_columns]
-            message = f"column '{name}' has text in {', '.join(there)} and numbers in other files; ids would not agree"
-            raise FormatError(message, path=there[0], column=name)
+            paths_with_text = [str(file.path) for file in with_header if name in file.text_columns]
+            message = (
+                f"column '{name}' has text in {', '.join(paths_with_text)} and numbers in other files; ids would not agree"
+            )
+            raise FormatError(message, path=paths_with_text[0], column=name)
     if skip_bad:
         files = [replace(file, skip_bad=True, wanted=tuple(wanted)) for file in files]
         if (bad := sum(file.skipped for file in files)) > skip_bad:

@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from .collection import EmbeddingCollection, Table, unify
     from .config import RowConfig
     from .conversion_report import ConversionReport, ConvertedTable
-    from .convert import convert_
+    from .convert import convert_, revert_
     from .embedding import Embedding, EmbeddingBag
     from .inputs import Pooled, Unpooled
     from .optimizer import FusedOptimizer
     from .prefetch import PrefetchedInput
-    from .revert import revert_
     from .rows_module import fused_optimizer
     from .torchrec import KeyedCollection, from_torchrec, to_torchrec
 
