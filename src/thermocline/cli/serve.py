@@ -114,13 +114,11 @@ def run(
         from thermocline.serve.server.server import run as run_server
     except ModuleNotFoundError as error:
         raise BadInput(f"the server needs {error.name}: pip install 'thermocline[serve]'") from error
-
     limits = ServerLimits(
         max_ids, message=max_message and max_message << 20, queue=queue, wait=wait / 1000, in_flight=max_in_flight << 20
     )
     server_config = ServerConfig(host, http_port, grpc_port, credentials, limits, follow)
     write_to_stderr(quiet)
-
     bar = ExitStack()
     bar.enter_context(progress_bar(quiet))(0, 1, "loading")
 
