@@ -222,9 +222,7 @@ def check_triton_cache() -> Finding:
 def _check_cache(name: str, folders: list[Path], fix: str) -> Finding:
     for folder in folders:
         if reason := _refusal(folder):
-            return Finding(
-                name, "warn", f"{folder} {reason}", f'ls -ld "{folder}"   (remove it: it may hold foreign code)'
-            )
+            return Finding(name, "warn", f"{folder} {reason}", f'ls -ld "{folder}"   (remove it: it may hold foreign code)')
         if _can_write(folder):
             return Finding(name, "ok", str(folder))
     return Finding(name, "warn", f"{' and '.join(map(str, folders))} cannot be written", fix)

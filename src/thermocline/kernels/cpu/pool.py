@@ -147,10 +147,10 @@ def _pooler(format: int, cached: bool) -> Any:
     @helper  # the loops over units stand here: Numba inlines a large function in the square of its size
     def pool(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
         plane = (dim + planes - 1) // planes
-        short = dim - (planes - 1) * plane
         for b in range(first, last):
             low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
             factor = _ONE / np.float32(max(high - low, 1)) if mean else _ONE
+            short = dim - (planes - 1) * plane
             j = 0
             while weights == 0 and j + large * WIDTH <= short:
                 unit_large(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim, factor, out)
