@@ -112,6 +112,32 @@ machine_checks.CHECKS = (machine_checks.check_locked_memory, machine_checks.chec
         assert all(word in check["fix"] for word, check in zip(words, checks, strict=True))
 
 
+ONE_KERNEL = """
+from thermocline.kernels.cpu import compile as compile_cpu
+compile_cpu._MODULES = ()
+
+@compile_cpu.kernel("int64(int64)")
+def twice(x):
+    return 2 * x
+"""
+
+
+def test_doctor_compiles_kernels_ahead_of_use(tmp_path):
+    for kernels in (1, 0):  # the second time they are loaded
+        done = thermocline("doctor", "--compile", "--json", "-", before=ONE_KERNEL, THERMOCLINE_CACHE=str(tmp_path / "cache"))
+        compiled = json.loads(done.stdout)["compiled"]
+        assert compiled["kernels"] == kernels and compiled["folder"] == str(tmp_path / "cache") and compiled["cpu_seconds"] >= 0
+    assert "compiled" not in json.loads(thermocline("doctor", "--json", "-").stdout)
+
+
+@pytest.mark.parametrize("variable, name", [("THERMOCLINE_CACHE", "CPU kernels"), ("TRITON_CACHE_DIR", "Triton cache")])
+def test_doctor_refuses_a_cache_that_others_can_change(variable, name, tmp_path):
+    tmp_path.chmod(0o777)
+    answer = json.loads(thermocline("doctor", "--json", "-", **{variable: str(tmp_path)}).stdout)
+    (check,) = (check for check in answer["checks"] if check["name"] == name)
+    assert check["state"] == "warn" and str(tmp_path) in check["fix"]
+
+
 def test_quiet_doctor_prints_only_problems():
     done = thermocline("doctor", "--quiet", before="sys.modules['numba'] = None")
     assert "Numba" in done.stdout

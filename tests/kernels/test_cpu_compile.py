@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
+from numba.core.bytecode import FunctionIdentity
 
 from thermocline.kernels.cpu import compile as compile_cpu
+from thermocline.kernels.cpu.cache_folder import private_folder, refusal
 from thermocline.kernels.cpu.vectors import prefetch
 
 _TOY = """
@@ -29,11 +34,12 @@ print("folder", compile_cpu.cache_folder())
 """
 
 
-def _start(script: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+def _start(script: Path, *arguments: str, stderr: Any = None, **variables: str) -> subprocess.Popen[str]:
     source = str(Path(compile_cpu.__file__).parents[3])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
-    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def _finish(process: subprocess.Popen[str]) -> str:
@@ -97,8 +103,8 @@ def test_functions_compiled_by_different_processes_are_not_confused(interrupted:
     if interrupted:
         next((tmp_path / "apart").glob("*/done")).unlink()
     assert run("b", "apart") == wanted[1:]
-    files = {path.name.split("-")[0] for path in (tmp_path / "apart").rglob("*.nbi")}
-    assert files == ({"factory.b"} if interrupted else {"factory.a", "factory.b"})
+    files = {path.name for path in (tmp_path / "apart").rglob("*.kernel")}
+    assert files == ({"__main__.b.kernel"} if interrupted else {"__main__.a.kernel", "__main__.b.kernel"})
     assert run("ab", "apart") == wanted
 
 
@@ -124,14 +130,115 @@ def test_a_changed_helper_means_another_folder(monkeypatch: pytest.MonkeyPatch, 
     assert len({before, one, compile_cpu.source_hash()}) == 3
 
 
-def test_another_checkout_of_the_same_sources_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_checkout_of_the_same_sources_shares_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = set()
     for name in ("one", "other"):
         (tmp_path / name / "cpu").mkdir(parents=True)
         (tmp_path / name / "cpu" / "helper.py").write_text("x = 1")
         monkeypatch.setattr(compile_cpu, "__file__", str(tmp_path / name / "cpu" / "compile.py"))
         found.add(compile_cpu.source_hash())
-    assert len(found) == 2
+    assert len(found) == 1
+
+
+def test_another_checkout_loads_kernels_compiled_by_the_first(tmp_path: Path) -> None:
+    outputs = []
+    for name in ("one", "other"):
+        script = tmp_path / name / "toy.py"
+        script.parent.mkdir()
+        script.write_text(_TOY)
+        outputs.append(_finish(_start(script, THERMOCLINE_CACHE=str(tmp_path / "cache"))))
+    assert ["compiling" in each for each in outputs] == [True, False]
+
+
+@pytest.mark.parametrize("what", ["processor", "group"])
+def test_another_processor_or_group_means_another_folder(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = compile_cpu.source_hash()
+    if what == "processor":
+        monkeypatch.setattr(compile_cpu, "_processor", lambda: ("another",))
+        assert compile_cpu.source_hash() != before
+    else:
+        assert compile_cpu.source_hash("serve") != before
+
+
+def test_functions_are_numbered_from_a_random_number_while_compiling() -> None:
+    def first() -> int:
+        with compile_cpu._own_numbers():
+            return FunctionIdentity.from_function(first).unique_id
+
+    ordinary = FunctionIdentity.from_function(first).unique_id
+    assert len({first(), first(), first()}) == 3 and min(first(), first(), first()) > 1 << 30
+    assert FunctionIdentity.from_function(first).unique_id == ordinary + 1
+
+
+def test_kernels_of_a_server_are_compiled_apart_from_those_of_training() -> None:
+    compile_cpu.prepare()
+    modules: dict[str, set[str]] = {}
+    for each in compile_cpu._kernels:
+        modules.setdefault(each.group, set()).add(each.function.__module__.split(".")[2])
+    assert {name: modules[name] for name in compile_cpu.OWN_GROUPS} == {name: {name} for name in compile_cpu.OWN_GROUPS}
+    assert modules[compile_cpu.TRAIN] >= {"cache", "cpu", "gather", "sum_gradients", "update"}
+
+
+def test_compiling_is_announced_once_where_stderr_is_no_terminal(tmp_path: Path) -> None:
+    script = tmp_path / "toy.py"
+    script.write_text(_TOY.replace("logging.basicConfig(level=logging.INFO, stream=sys.stdout)", ""))
+    with open(tmp_path / "err", "w+") as errors:
+        for _ in range(2):
+            _finish(_start(script, stderr=errors, THERMOCLINE_CACHE=str(tmp_path / "cache")))
+    lines = (tmp_path / "err").read_text().splitlines()
+    assert len(lines) == 1 and str(tmp_path / "cache") in lines[0]
+
+
+def test_progress_is_shown_on_a_terminal(tmp_path: Path) -> None:
+    script = tmp_path / "toy.py"
+    script.write_text(_TOY)
+    ours, theirs = os.openpty()
+    _finish(_start(script, stderr=theirs, THERMOCLINE_CACHE=str(tmp_path / "cache")))
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "0 of 1 kernels" in shown and "1 of 1 kernels" in shown
+
+
+# -- folders that others can change -----------------------------------------------------------------------------------
+
+
+def _spoil(folder: Path, how: str) -> None:
+    if how == "link":
+        real = folder.with_name("real")
+        folder.rename(real)
+        folder.symlink_to(real)
+    elif how == "writable":
+        folder.chmod(0o770)
+    elif os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    else:
+        os.chown(folder, 12345, 12345)
+
+
+@pytest.mark.parametrize("how", ["link", "writable", "another user's"])
+@pytest.mark.parametrize("inner", [False, True], ids=["place", "folder"])
+def test_a_folder_that_others_can_change_is_refused(how: str, inner: bool, tmp_path: Path) -> None:
+    places = [tmp_path / "first", tmp_path / "second"]
+    folder = private_folder(map(str, places), "cpu-0")
+    assert folder == places[0] / "cpu-0"
+    assert {stat.S_IMODE(each.stat().st_mode) for each in (folder, folder.parent)} == {0o700}
+    spoilt = folder if inner else folder.parent
+    assert refusal(spoilt) is None
+    _spoil(spoilt, how)
+    assert refusal(spoilt)
+    assert private_folder(map(str, places), "cpu-0") == places[1] / "cpu-0"
+
+
+def test_without_a_folder_of_our_own_kernels_go_to_a_new_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place").chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = private_folder([str(tmp_path / "place")], "cpu-0")
+    assert found.parent == tmp_path and found.name != "place" and stat.S_IMODE(found.stat().st_mode) == 0o700
+    assert str(tmp_path / "place") in capsys.readouterr().err
 
 
 def test_kernels_of_other_versions_are_deleted_after_a_month_unused(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +69,20 @@ def test_processes_outlive_their_forkserver_and_another_replaces_it(forkserver: 
     assert replies(first) and replies(second)
     for shard in (first, second):
         shard.end()
+
+
+def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("numpy", "thermocline", "socket", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nraise SystemExit\n")
+    monkeypatch.chdir(tmp_path)
+    for path in ("", str(tmp_path)):
+        monkeypatch.setattr(sys, "path", [path, *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    forkserver = Forkserver()
+    shard = forkserver.start(0)
+    assert replies(shard) and not (tmp_path / "ran").exists()
+    shard.end()
+    forkserver.close()
 
 
 def fail_to_start(*_: Any, **__: Any) -> Any:

@@ -221,9 +221,20 @@ def check_triton_cache() -> Finding:
 
 def _check_cache(name: str, folders: list[Path], fix: str) -> Finding:
     for folder in folders:
+        if reason := _refusal(folder):
+            return Finding(name, "warn", f"{folder} {reason}", f'ls -ld "{folder}"   (remove it: it may hold foreign code)')
         if _can_write(folder):
             return Finding(name, "ok", str(folder))
     return Finding(name, "warn", f"{' and '.join(map(str, folders))} cannot be written", fix)
+
+
+def _refusal(folder: Path) -> str | None:
+    """Why compiled code in `folder` cannot be trusted, if there is a reason."""
+    try:
+        from thermocline.kernels.cpu.cache_folder import refusal
+    except ImportError:  # torch is missing, which has its own line
+        return None
+    return refusal(folder)
 
 
 def _can_write(folder: Path) -> bool:

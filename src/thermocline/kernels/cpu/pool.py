@@ -144,33 +144,29 @@ def _pooler(format: int, cached: bool) -> Any:
     unit_large, unit_middle, unit_small = (_unit(format, n, False, cached) for n in (large, middle, 1))
     weighted_middle, weighted_small = (_unit(format, n, True, cached) for n in (middle, 1))
 
-    @inlined
-    def bag(codes, meta, values, width, words, ids, weights, first, last, end, plane, dim, factor, out):
-        short = dim - (planes - 1) * plane
-        j = 0
-        while weights == 0 and j + large * WIDTH <= short:
-            unit_large(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
-            j += large * WIDTH
-        while j + middle * WIDTH <= short:
-            if weights == 0:
-                unit_middle(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
-            else:
-                weighted_middle(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
-            j += middle * WIDTH
-        while j < plane:
-            if weights == 0:
-                unit_small(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
-            else:
-                weighted_small(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out)
-            j += WIDTH
-
-    @helper
+    @helper  # the loops over units stand here: Numba inlines a large function in the square of its size
     def pool(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
         plane = (dim + planes - 1) // planes
         for b in range(first, last):
             low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
             factor = _ONE / np.float32(max(high - low, 1)) if mean else _ONE
-            bag(codes, meta, values, width, words, ids, weights, low, high, end, plane, dim, factor, out)
+            short = dim - (planes - 1) * plane
+            j = 0
+            while weights == 0 and j + large * WIDTH <= short:
+                unit_large(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim, factor, out)
+                j += large * WIDTH
+            while j + middle * WIDTH <= short:
+                if weights == 0:
+                    unit_middle(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim, factor, out)
+                else:
+                    weighted_middle(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim, factor, out)
+                j += middle * WIDTH
+            while j < plane:
+                if weights == 0:
+                    unit_small(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim, factor, out)
+                else:
+                    weighted_small(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim, factor, out)
+                j += WIDTH
             out += pitch
 
     return pool

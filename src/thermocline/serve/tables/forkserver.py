@@ -24,6 +24,15 @@ from .shard_server import main as run_shard_server
 from .shard_server import receive, send, socket_pair
 
 _ATTEMPTS = 3
+# Isolated: Python puts neither the working directory nor PYTHONPATH before the folders that this process imports from.
+_START = "import sys; sys.path[:] = sys.argv[1:]; from thermocline.serve.tables.forkserver import main; main()"
+
+
+def _search_path() -> list[str]:
+    """Folders this process imports from, without the working directory, which others may be able to write."""
+    here = os.getcwd()
+    paths = [str(Path(__file__).parents[3]), *(path for path in sys.path if path and os.path.isabs(path))]
+    return [path for n, path in enumerate(paths) if n == 0 or os.path.realpath(path) != here]
 
 
 class ShardProcess:
@@ -76,15 +85,14 @@ class Forkserver:
         self._open()
 
     def _open(self) -> None:
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))))
         mine, theirs = socket_pair()
         with theirs, ExitStack() as on_error:
             on_error.callback(mine.close)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "thermocline.serve.tables.forkserver"],
+                [sys.executable, "-I", "-c", _START, *_search_path()],
                 stdin=theirs.fileno(),
                 # One thread: numpy would start threads for linear algebra, which doubles its start-up time.
-                env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C goes to the group, not to its processes
             )
             on_error.pop_all()
@@ -155,7 +163,3 @@ def _run_child(number: int, descriptor: int) -> None:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

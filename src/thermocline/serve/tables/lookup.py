@@ -78,6 +78,10 @@ def _mode(version: TableVersion, number: int, request: FeatureRequest) -> int:
 
 def warm_up(version: TableVersion) -> None:
     """Compile the kernels and launch them once, so that a ready model answers its first request fast."""
+    if version.device.type == "cpu":
+        from thermocline.kernels.cpu.compile import prepare  # deferred: imports numba, which a GPU server does not need
+
+        prepare("ids", "serve")
     request = {0: FeatureRequest(np.zeros(1, np.int64), np.zeros(1, np.int64), None)}
     with suppress(BadInput):  # an id map without id 0
         look_up_batch(replace(version, tally_S=np.zeros_like(version.tally_S)), [request])
