@@ -7,6 +7,7 @@ import os
 # Read when torch is imported. By default idle OpenMP threads spin, and on a busy machine they spin in the way of the one
 # thread that works: 43 s instead of 7 for the tests of the definitions, on two cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.pop("COLUMNS", None)  # xdist sets it in its workers, and tables would be printed in parts
 
 import torch
 from hypothesis import HealthCheck, settings

@@ -97,7 +97,7 @@ def test_the_table_sets_ours_next_to_the_baseline():
     assert told["tables of the DLRM, all ranks"][-1] == "4.0x less"
     assert told["DLRM, test AUC"] == ["0.7500", "0.7498", "-0.0002"]
     assert told["sent per rank and step, DLRM"][-1] == "3.0x less"
-    assert told["lookups per second, served"] == ["100", "150", "1.50x"]
+    assert told["lookups per second, served"] == ["100", "150", "1.50x faster"]
 
 
 def model(auc):

@@ -110,7 +110,8 @@ def begin_save(
     keep: int = 1, background: bool = False,
 ) -> SaveJob | None:  # fmt: skip
     """A save that is ready to be written, perhaps while training continues; None if this process writes nothing."""
-    if keep < 1:
+    number: object = keep
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise BadInput(f"keep is {keep!r}; keep 1 or more full saves", parameter="keep", value=keep)
     modules, dense = find_modules(model), dense_tensors(model)
     for found in modules:

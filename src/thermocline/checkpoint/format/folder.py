@@ -12,7 +12,7 @@
 
 A save writes its own subfolder and fsyncs every file and folder. One rename then replaces the manifest. Before the rename the
 folder is the old checkpoint, after the rename the new one; no reader sees a state between. The next save removes leftovers of
-killed saves: subfolders with a lock file that nobody has locked. Published saves are removed by later ones, except the last
+killed saves: subfolders with an unlocked lock file. Published saves are removed by later ones, except the last
 `keep` chains of saves; their copies of the manifest open them.
 
 Locks are those of fcntl: they work between nodes on NFS, end with their process, and forked workers do not inherit them. One

@@ -123,7 +123,7 @@ class RowMigration:
         codes_MB, meta_MB, *states, values_MB = (
             each.clone(memory_format=torch.contiguous_format) for each in records_MB.split(widths, dim=1)
         )
-        meta_MW = meta_MB.view(torch.int32) if meta_MB.numel() else meta_MB.int()
+        meta_MW = meta_MB.view(torch.int32) if meta_MB.numel() else meta_MB.int()[:, : F.META_WORDS[was.format]]
         cached_M = meta_MW[:, 0] < 0 if was.slots else torch.zeros(len(meta_MW), dtype=torch.bool, device=meta_MW.device)
         if was.slots:
             values_MD = values_MB.view(torch.float32)
