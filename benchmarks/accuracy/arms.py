@@ -29,10 +29,11 @@ from torch import Tensor
 
 from benchmarks.accuracy.plain_tables import plain_dlrm
 from benchmarks.accuracy.split_tables import SplitTables
+from benchmarks.runner.memory_log import in_memory
 from benchmarks.runner.noninferiority import MANY_SEEDS, SEEDS
 from benchmarks.runner.paired import RunResult, TrainingJob
 from thermocline.data.click_files import open_log
-from thermocline.data.click_log import ClickLog, MemoryLog, heat_of, in_memory
+from thermocline.data.click_log import ClickLog, MemoryLog, heat_of
 from thermocline.data.metrics import Measures
 from thermocline.models import DLRM, initialize
 from thermocline.nn.config import RowConfig

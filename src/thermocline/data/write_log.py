@@ -10,7 +10,7 @@ import torch
 
 from thermocline.errors import explain_failed_write
 
-from .metrics import Measures, Scores
+from .metrics import Measures, measures
 from .synthetic import SyntheticLog
 from .synthetic_sequences import ReportProgress, SyntheticSequences
 
@@ -37,17 +37,19 @@ def write_parquet(log: SyntheticLog, path: Path, progress: ReportProgress) -> Me
     names = ["label", *(f"I{i + 1}" for i in range(log.dense)), *(f"C{t + 1}" for t in range(len(log.rows)))]
     types = [pyarrow.uint8(), *[pyarrow.int32()] * log.dense, *[pyarrow.uint32()] * len(log.rows)]
     schema = pyarrow.schema(list(zip(names, types, strict=True)))
-    truth = Scores()
+    truth: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
     with _replaces(path) as part, pyarrow.parquet.ParquetWriter(part, schema, compression="zstd") as writer:
         for start in range(0, log.samples, _CHUNK):
             count = min(_CHUNK, log.samples - start)
             clicks = log.clicks(start, count)
-            truth.add(torch.logit(log.probability(start, count)), clicks.label_B)
+            truth.append(torch.logit(log.probability(start, count)).float())
+            labels.append(clicks.label_B > 0.5)
             columns = [*clicks.label_B[None], *log.counts(start, count).t(), *clicks.ids_BF.t()]
             arrays = [pyarrow.array(column.cpu().numpy()).cast(type) for column, type in zip(columns, types, strict=True)]
             writer.write_batch(pyarrow.record_batch(arrays, schema=schema))
             progress(start + count, log.samples, "samples")
-    return truth.measures()
+    return measures(truth, labels)
 
 
 def write_sequences(made: SyntheticSequences, path: Path, progress: ReportProgress = lambda done, total, what: None) -> int:
