@@ -130,20 +130,10 @@ class FileLog:
 def open_log(
     path: Path | str, test: Path | str | None = None, hashed: int | None = None, seed: int = 0, raw: bool = False
 ) -> tuple[ClickLog, ClickLog]:
-    """The training and the test part of a log.
+    """The training and the test part of a log; without a second file, the last 20% are the test part.
 
-    MovieLens pairs are split by a fixed hash of the pair and shuffled by `seed`, because the file is sorted by user.
-
-    Args:
-        path: the log.
-        test: a second log to test on; default: the last 20% of the first.
-        hashed: hash ids to this number of rows of each table; default: a vocabulary of the training part.
-        seed: order of shuffled pairs.
-        raw: keep raw ids.
-
-    Raises:
-        BadInput: a file is missing, or both files have different columns.
-        FormatError: a file has other columns or values.
+    Ids are mapped by a vocabulary of the training part, or hashed to `hashed` rows of each table. MovieLens pairs are split by
+    a fixed hash of the pair and shuffled by `seed`, because the file is sorted by user.
     """
     file = ClickFile(path)
     if file.pairs:

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from thermocline.errors import explain_failed_write
+from thermocline.heat.heat_file import written_aside
 
 from .metrics import Measures, measures
 from .synthetic import SyntheticLog
 from .synthetic_sequences import ReportProgress, SyntheticSequences
 
 _CHUNK = 1 << 16
-
-
-@contextmanager
-def _replaces(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` unless writing fails."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with explain_failed_write(path):
-            yield part
-            part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def write_parquet(log: SyntheticLog, path: Path, progress: ReportProgress) -> Measures:
@@ -39,7 +25,7 @@ def write_parquet(log: SyntheticLog, path: Path, progress: ReportProgress) -> Me
     schema = pyarrow.schema(list(zip(names, types, strict=True)))
     truth: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
-    with _replaces(path) as part, pyarrow.parquet.ParquetWriter(part, schema, compression="zstd") as writer:
+    with written_aside(path) as part, pyarrow.parquet.ParquetWriter(part, schema, compression="zstd") as writer:
         for start in range(0, log.samples, _CHUNK):
             count = min(_CHUNK, log.samples - start)
             clicks = log.clicks(start, count)
@@ -60,6 +46,6 @@ def write_sequences(made: SyntheticSequences, path: Path, progress: ReportProgre
     user_N, item_N, time_N = made.interactions(progress)
     order_N = time_N.argsort(stable=True)
     columns = {"user": user_N[order_N].numpy(), "item": item_N[order_N].numpy(), "time": time_N[order_N].numpy()}
-    with _replaces(path) as part:
+    with written_aside(path) as part:
         pyarrow.parquet.write_table(pyarrow.table(columns), part, compression="zstd")
     return len(user_N)

@@ -34,7 +34,6 @@ from thermocline.errors import BadInput, FormatError
 from .profile import Ints
 
 TSV_NAMES = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
-TSV_IDS = TSV_NAMES[14:]
 LARGEST_CHUNK = 1 << 16  # samples
 VALUES = 1 << 20  # of a chunk, in all columns
 BLOCK = 1 << 23  # bytes of text read at a time
