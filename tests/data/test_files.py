@@ -160,3 +160,15 @@ def test_the_real_logs_are_what_their_publishers_say():
     train, test = open_log(REAL / "movielens1m_pairs.parquet")
     assert train.samples + test.samples == 1_000_209 and abs(train.samples / 1_000_209 - 0.8) < 0.002
     assert train.rows[0] == 6041 and 3650 < train.rows[1] <= 3707
+
+
+def test_csv_with_a_header_is_read_as_parquet_is(tmp_path):
+    import pyarrow
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    table = pyarrow.table({"label": [0, 1, 1], "I1": [3, None, 5], "C1": [7, None, 9], "C2": [1, 2, 1]})
+    pyarrow.parquet.write_table(table, tmp_path / "log.parquet")
+    pyarrow.csv.write_csv(table, tmp_path / "log.csv")
+    from_parquet, from_csv = (next(ClickFile(tmp_path / name).chunks()) for name in ("log.parquet", "log.csv"))
+    assert all(map(torch.equal, from_parquet, from_csv))
