@@ -5,7 +5,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import thermocline as tc
-from thermocline.data.sequences import RankShare
 from thermocline.data.synthetic_sequences import SyntheticSequences
 from thermocline.heat import profile_batches
 from thermocline.models import SequenceModel
@@ -29,7 +28,7 @@ model = SequenceModel(tc.EmbeddingCollection([table], mode="none", rows=tc.RowCo
 sharding = tc.shard_(model, *made)  # this rank's shard of the table, and
 model.encoder = DistributedDataParallel(model.encoder)  # its replica of the dense part
 adam = torch.optim.Adam(model.encoder.parameters(), lr=1e-3)
-for mine in log.batches(batch, share=RankShare(rank, ranks)):  # the last batch may be smaller or empty
+for mine in log.batches(batch, rank=rank, ranks=ranks):  # the last batch may be smaller or empty
     loss = sampled_softmax(model(mine.items_N, mine.offsets, mine.negatives_BK), mine).sum() / (batch * length)
     adam.zero_grad()
     loss.backward()  # updates rows on the ranks that hold them

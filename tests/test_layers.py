@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "report": set(),
     "kernels": set(),
     "rows": {"kernels"},
-    "data": {"ids"},
+    "data": {"ids", "heat"},
     "heat": {"report"},
     "ids": {"kernels"},
     "plan": {"heat", "report"},

@@ -27,11 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.accuracy.plain_tables import plain_dlrm
 from benchmarks.accuracy.split_tables import SplitTables
+from benchmarks.runner.memory_log import in_memory
 from benchmarks.runner.noninferiority import MANY_SEEDS, SEEDS
 from benchmarks.runner.paired import RunResult, TrainingJob
 from thermocline.data.click_files import open_log
-from thermocline.data.click_log import ClickLog, MemoryLog, heat_of, in_memory
+from thermocline.data.click_log import ClickLog, MemoryLog, heat_of
 from thermocline.data.metrics import Measures
 from thermocline.models import DLRM, initialize
 from thermocline.nn.config import RowConfig
@@ -80,8 +82,7 @@ class AccuracyArm:
             precision = {"fp32": self.tiers[0], "int8": self.tiers[1], self.precision: 1 - sum(self.tiers)}
         if self.split:
             precision = "fp32"  # of the tables that split tables replace
-        rounding = {"stochastic": self.stochastic, "plain": self.plain}
-        return {"precision": precision, "cache": self.cache, "warm": self.tiers is not None, **rounding}
+        return {"precision": precision, "cache": self.cache, "warm": self.tiers is not None, "stochastic": self.stochastic}
 
     @property
     def cached(self) -> bool:
@@ -125,7 +126,8 @@ def run_job(job: TrainingJob[AccuracyArm]) -> dict[str, Any]:
     arm, started = job.arm, time.perf_counter()
     settings = replace(job.settings, **arm.settings)
     logs = _logs(settings)
-    run = DLRMRun(settings, logs=logs, model=_split(arm, settings, logs[0]) if arm.split else None)
+    model = plain_dlrm(settings, logs[0]) if arm.plain else _split(arm, settings, logs[0]) if arm.split else None
+    run = DLRMRun(settings, logs=logs, model=model)
     outcome = run.finish()
     seconds = time.perf_counter() - started
     tables: Any = run.model.embeddings

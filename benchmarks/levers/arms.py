@@ -29,9 +29,10 @@ import numpy as np
 import torch
 
 from benchmarks.accuracy.arms import KEPT, judge, zero_cold
+from benchmarks.runner.memory_log import in_memory
 from benchmarks.runner.paired import RunResult, TrainingJob
 from thermocline.data.click_files import open_log
-from thermocline.data.click_log import ClickLog, Clicks, MemoryLog, in_memory
+from thermocline.data.click_log import ClickLog, Clicks, MemoryLog
 from thermocline.data.id_rows import MappedRows
 from thermocline.data.random_bits import bits, key_of
 from thermocline.heat.profile import TableHeat

@@ -117,15 +117,15 @@ def test_rebatching_keeps_order_and_loses_nothing():
 )
 def test_a_text_that_is_no_log_is_refused(tmp_path, line):
     (tmp_path / "bad.tsv").write_text(line + "\n")
-    with pytest.raises(FormatError, check=has(path=tmp_path / "bad.tsv")):
+    with pytest.raises(FormatError, check=has(path=str(tmp_path / "bad.tsv"))):
         list(ClickFile(tmp_path / "bad.tsv").chunks())
 
 
 def test_files_that_are_no_logs_are_refused(tmp_path):
-    with pytest.raises(BadInput, check=has(path=tmp_path / "nothing.parquet")):
+    with pytest.raises(BadInput, check=has(path=str(tmp_path / "nothing.parquet"))):
         ClickFile(tmp_path / "nothing.parquet")
     (tmp_path / "text.parquet").write_text("not Parquet at all, but long enough to look inside")
-    with pytest.raises(FormatError, check=has(path=tmp_path / "text.parquet")):
+    with pytest.raises(FormatError, check=has(path=str(tmp_path / "text.parquet"))):
         ClickFile(tmp_path / "text.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "other.parquet")
     with pytest.raises(FormatError, check=has(columns=["a"])):
@@ -146,7 +146,7 @@ def test_pairs_are_split_by_pair_and_shuffled_by_seed(tmp_path):
     other, same_test = open_log(tmp_path / "pairs.parquet", seed=2)
     assert not torch.equal(next(iter(train.batches(500))).ids_BF, next(iter(other.batches(500))).ids_BF)
     assert torch.equal(next(iter(test.batches(500))).ids_BF, next(iter(same_test.batches(500))).ids_BF)
-    with pytest.raises(BadInput, check=has(path=tmp_path / "pairs.parquet")):
+    with pytest.raises(BadInput, check=has(path=str(tmp_path / "pairs.parquet"))):
         open_log(tmp_path / "pairs.parquet", hashed=10)
     clicks = sum(batch.label_B.sum().item() for log in (train, test) for batch in log.batches(500))
     assert clicks == (rating >= 4).sum()
@@ -160,3 +160,15 @@ def test_the_real_logs_are_what_their_publishers_say():
     train, test = open_log(REAL / "movielens1m_pairs.parquet")
     assert train.samples + test.samples == 1_000_209 and abs(train.samples / 1_000_209 - 0.8) < 0.002
     assert train.rows[0] == 6041 and 3650 < train.rows[1] <= 3707
+
+
+def test_csv_with_a_header_is_read_as_parquet_is(tmp_path):
+    import pyarrow
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    table = pyarrow.table({"label": [0, 1, 1], "I1": [3, None, 5], "C1": [7, None, 9], "C2": [1, 2, 1]})
+    pyarrow.parquet.write_table(table, tmp_path / "log.parquet")
+    pyarrow.csv.write_csv(table, tmp_path / "log.csv")
+    from_parquet, from_csv = (next(ClickFile(tmp_path / name).chunks()) for name in ("log.parquet", "log.csv"))
+    assert all(map(torch.equal, from_parquet, from_csv))

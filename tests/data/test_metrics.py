@@ -9,7 +9,7 @@ import torch
 
 from support import has
 from thermocline import BadInput
-from thermocline.data.metrics import Scores, auc
+from thermocline.data.metrics import auc, measures
 
 
 def counted(score, label):
@@ -38,10 +38,7 @@ def test_auc_at_its_ends():
 def test_batches_are_judged_as_one():
     generator = torch.Generator().manual_seed(0)
     logit, label = torch.randn(1000, generator=generator), (torch.rand(1000, generator=generator) < 0.3).float()
-    scores = Scores()
-    for part in range(0, 1000, 63):
-        scores.add(logit[part : part + 63], label[part : part + 63])
-    measured = scores.measures()
+    measured = measures(logit.split(63), label.split(63))
     p, rate = torch.sigmoid(logit.double()), label.double().mean().item()
     loss = -(label * p.log() + (1 - label) * (1 - p).log()).mean().item()
     assert measured.auc == pytest.approx(counted(logit, label > 0.5), abs=1e-12)
@@ -50,13 +47,12 @@ def test_batches_are_judged_as_one():
 
 
 def test_predicting_the_rate_has_an_entropy_of_one():
-    scores = Scores()
-    scores.add(torch.full((8,), math.log(3 / 5)), torch.tensor([1.0] * 3 + [0.0] * 5))
-    assert scores.measures().ne == pytest.approx(1, abs=1e-6)
+    logits, labels = torch.full((8,), math.log(3 / 5)), torch.tensor([1.0] * 3 + [0.0] * 5)
+    assert measures([logits], [labels]).ne == pytest.approx(1, abs=1e-6)
 
 
 def test_nothing_to_judge_is_an_error():
     with pytest.raises(BadInput, check=has(samples=0)):
-        Scores().measures()
+        measures([], [])
     with pytest.raises(BadInput, check=has(parameter="logit_B")):
-        Scores().add(torch.zeros(2), torch.zeros(3))
+        measures([torch.zeros(2)], [torch.zeros(3)])

@@ -11,9 +11,9 @@ import torch
 
 from support import has
 from thermocline import BadInput, FormatError
-from thermocline.data.metrics import Ranking, RankSums
+from thermocline.data.metrics import Ranking, rank_sums
 from thermocline.data.sequence_files import open_sequences
-from thermocline.data.sequences import RankShare, SequenceLog
+from thermocline.data.sequences import SequenceLog
 from thermocline.data.synthetic_sequences import SyntheticSequences
 from thermocline.data.write_log import write_sequences
 
@@ -61,13 +61,13 @@ def test_each_epoch_has_an_order_of_its_own_and_can_be_entered_anywhere():
 def test_ranks_share_every_batch_and_some_end_with_none(ranks):
     log = SyntheticSequences(users=31, items=64).log(length=50, negatives=3)
     whole = list(log.batches(ranks * 4))
-    parts = [list(log.batches(4, share=RankShare(rank, ranks))) for rank in range(ranks)]
+    parts = [list(log.batches(4, rank=rank, ranks=ranks)) for rank in range(ranks)]
     assert {len(each) for each in parts} == {len(whole)}
     for joined, *mine in zip(whole, *parts, strict=True):
         assert torch.equal(torch.cat([part.items_N for part in mine]), joined.items_N)
         assert torch.equal(torch.cat([part.negatives_BK for part in mine]), joined.negatives_BK)
         assert torch.equal(torch.cat([part.chance_N for part in mine]), joined.chance_N)
-    trials = [torch.cat([each.next_B for each in log.test_batches(5, RankShare(rank, ranks))]) for rank in range(ranks)]
+    trials = [torch.cat([each.next_B for each in log.test_batches(5, rank, ranks)]) for rank in range(ranks)]
     whole_next = torch.cat([each.next_B for each in log.test_batches(5)])
     assert sorted(torch.cat(trials).tolist()) == sorted(whole_next.tolist()) and len(whole_next) == 31
 
@@ -166,11 +166,8 @@ def test_drift_moves_heat_on():
 
 
 def test_ranks_are_judged_at_ten():
-    ranks = RankSums()
-    ranks.add(torch.tensor([0, 9]))
-    ranks.add(torch.tensor([10, 2]))
-    found = Ranking.of(ranks.sums)
+    found = Ranking.of(rank_sums(torch.tensor([0, 9, 10, 2])))
     assert found.hit_rate == 0.75 and found.trials == 4
     assert found.ndcg == pytest.approx((1 + 1 / np.log2(11) + 1 / 2) / 4)
     with pytest.raises(BadInput, check=has(samples=0)):
-        Ranking.of(RankSums().sums)
+        Ranking.of(rank_sums(torch.tensor([])))

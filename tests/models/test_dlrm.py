@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.accuracy.plain_tables import PlainTables
 from support import has
 from thermocline import BadInput
-from thermocline.models import DLRM, PlainTables
+from thermocline.models import DLRM
 
 
 class Fixed(nn.Module):

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.accuracy.plain_tables import PlainItems
 from support import has, mentions
 from thermocline import BadInput, EmbeddingCollection, IdMap, RowConfig, RowwiseAdagrad, Table
 from thermocline.checkpoint.format.dense_state import load_dense
 from thermocline.data.sequences import SequenceLog
 from thermocline.data.synthetic_sequences import SyntheticSequences
-from thermocline.models import PlainItems, SequenceModel, initialize
+from thermocline.models import SequenceModel, initialize
 from thermocline.models.sequence import Encoder
 from thermocline.train.sequence import sampled_softmax
 

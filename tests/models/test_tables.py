@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.accuracy.plain_tables import PlainTables, TorchRowwiseAdagrad
 from thermocline import EmbeddingCollection, RowConfig, RowwiseAdagrad, Table
-from thermocline.models import PlainTables, TorchRowwiseAdagrad, initial_rows, initialize
-from thermocline.models import plain as initial_module
+from thermocline.models import initial_rows, initialize
+from thermocline.models import initialization as initial_module
 
 ROWS = {"user": 301, "item": 63, "shop": 1}
 DIM = 6

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.accuracy.plain_tables import PlainItems
 from support import has
 from thermocline import BadInput
 from thermocline.data.synthetic_sequences import SyntheticSequences
 from thermocline.data.write_log import write_sequences
-from thermocline.train import SequenceRun, SequenceSettings, evaluate_sequences
+from thermocline.models import SequenceModel, initialize
+from thermocline.train import ONE_RANK, SequenceRun, SequenceSettings, evaluate_sequences
 
 SMALL = SequenceSettings(
     users=301, items=640, dim=8, length=9, negatives=16, batch=63, epochs=2, precision="int8", cache=0.05, dense_lr=3e-3
@@ -60,10 +62,22 @@ def test_ranks_are_those_of_scoring_every_row():
     assert evaluate_sequences(run.model, run.log, run.ids).hit_rate == 0  # all rows alike is no answer
 
 
+class PlainSettings(SequenceSettings):
+    """The same model with a table of torch.nn."""
+
+    def model(self, log, ranks=ONE_RANK):
+        ids = self.id_map(log, ranks)
+        tables = PlainItems(ids.rows, self.dim, self.lr, ids, log.column)
+        initialize(tables, {"item": ids.rows}, self.dim, self.seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return SequenceModel(tables, self.dim, self.length, self.blocks, self.heads)
+
+
 def test_int8_and_plain_rows_learn_as_fp32_ones_do():
+    settings = replace(SMALL, users=1000, precision="fp32", cache=0.0)
     fp32, int8, plain = (
-        SequenceRun(replace(SMALL, users=1000, **change)).finish()
-        for change in ({"precision": "fp32", "cache": 0.0}, {}, {"precision": "fp32", "cache": 0.0, "plain": True})
+        SequenceRun(each).finish() for each in (settings, replace(SMALL, users=1000), PlainSettings(**vars(settings)))
     )
     assert plain.hit_rate == pytest.approx(fp32.hit_rate, abs=0.02)
     assert int8.hit_rate == pytest.approx(fp32.hit_rate, abs=0.03)
@@ -79,7 +93,7 @@ def test_a_file_gets_a_row_for_each_item_and_may_be_hashed(tmp_path):
     assert SequenceRun(replace(settings, hashed=97)).finish().rows == 97
 
 
-@pytest.mark.parametrize("change, what", [({"batch": 0}, "batch"), ({"plain": True}, "plain"), ({"length": 0}, "length")])
+@pytest.mark.parametrize("change, what", [({"batch": 0}, "batch"), ({"length": 0}, "length")])
 def test_impossible_settings_are_refused(change, what):
     with pytest.raises(BadInput, check=has(parameter=what)):
         SequenceRun(replace(SMALL, **change))

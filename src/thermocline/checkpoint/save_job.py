@@ -324,7 +324,7 @@ def _state_tensors(found: NamedModule, source: LiveRows, old: Checkpoint | None)
         if old is None or kind not in _PATCHED:
             tensors[prefix + name] = array
         else:
-            dims = [pool.dim for pool in old.manifest.module(found.name).pools]
+            dims = [pool["dim"] for pool in old.manifest.module(found.name).pools]
             width = _line_width(kind, dims[int(number) :][:1] if number else dims, array)
             tensors |= patches(prefix + name, array, width, partial(old.state.read, prefix + name))
     return shared, own

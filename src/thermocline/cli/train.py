@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
 _CACHE = 0.05
 
-_MEASURES = {
-    "auc": "test AUC", "logloss": "test LogLoss", "ne": "test NE", "hit_rate": "test HitRate@10", "ndcg": "test NDCG@10",
-    "train_loss": "train loss",
-}  # fmt: skip
-
 # Options of both models.
 Hash = Annotated[
     int | None, typer.Option("--hash", min=1, metavar="ROWS", help="Hash the ids of --data to this number of rows per table.")
@@ -227,7 +222,10 @@ def _as_json(value: Any) -> Any:
 
 
 def _print(result: DLRMResult | SequenceResult, ranks: int) -> None:
-    rows = [(name, f"{getattr(result, field):.4f}") for field, name in _MEASURES.items() if hasattr(result, field)]
+    from thermocline.train.report_page import MEASURES
+
+    measures = {**MEASURES, "train_loss": "train loss"}
+    rows = [(name, f"{getattr(result, field):.4f}") for field, name in measures.items() if hasattr(result, field)]
     parts = ", ".join(f"{part} {count:,}" for part, count in result.memory.items())
     where = "" if ranks == 1 else f" on the first of {ranks} ranks"
     rows.append(("tables", f"{result.rows:,} rows, {sum(result.memory.values()):,} bytes{where} ({parts})"))

@@ -5,16 +5,13 @@
     MovieLens Parquet       columns user, item, rating; a rating of 4 or 5 is a click; no dense features
 
 A dense feature x becomes log(1 + max(x, 0)), because counts are heavy-tailed; a missing one becomes 0. A missing category is
-the raw id 0. pyarrow reads both formats in bounded chunks. A Parquet file knows its number of samples and where row groups
-start; a text file is counted once, and read from its beginning to resume.
+the raw id 0. `heat/log_reader.py` reads both formats in bounded chunks.
 """
 
 from __future__ import annotations
 
-from binascii import unhexlify
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline.errors import BadInput, FormatError
+from thermocline.heat.log_reader import LogFile
 from thermocline.ids.idmap import IdMap
 
 from .click_log import ClickLog, Clicks, MemoryLog, rebatch
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 16
 TRAIN_SHARE = 0.8
-TSV_DENSE = tuple(f"I{i}" for i in range(1, 14))
-TSV_IDS = tuple(f"C{i}" for i in range(1, 27))
 _PAIR_SPLIT = 20  # key of the hash that splits MovieLens
 
 
@@ -49,59 +45,58 @@ class ClickFile:
     """A file of samples with raw ids."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        if not self.path.is_file():
-            message = f"there is no file '{self.path}'; give a Parquet file or a Criteo TSV (.tsv, .txt, .gz)"
-            raise BadInput(message, path=self.path)
-        self.parquet = self.path.suffix == ".parquet"
-        names = set(parquet_file(self.path).schema_arrow.names) if self.parquet else {"label", *TSV_DENSE, *TSV_IDS}
+        self.path, self._file = Path(path), LogFile(Path(path))
+        names = set(self._file.names)
         self.pairs = {"user", "item", "rating"} <= names
         self.label_name = "rating" if self.pairs else "label"
         self.dense_names: tuple[str, ...] = () if self.pairs else _numbered("I", names)
         self.id_names: tuple[str, ...] = ("user", "item") if self.pairs else _numbered("C", names)
         if self.label_name not in names or not self.id_names:
             message = f"'{self.path}' has the columns {sorted(names)}; a click log has label, I1.., C1.."
-            raise FormatError(message, path=self.path, columns=sorted(names))
+            raise FormatError(message, path=str(self.path), columns=sorted(names))
 
-    @cached_property
+    @property
     def samples(self) -> int:
-        if self.parquet:
-            return int(parquet_file(self.path).metadata.num_rows)
-        return _count_lines(self.path)
+        return self._file.samples
 
     def chunks(self, first: int = 0, count: int | None = None) -> Iterator[Clicks]:
         """Samples `first` to `first + count` in chunks of at most 65,536."""
         left = self.samples - first if count is None else min(count, self.samples - first)
-        batches, skip = self._parquet_from(first) if self.parquet else (_read_text(self.path), first)
-        for batch in batches:
+        numbers = [self.label_name, *self.dense_names]
+        for batch in self._file.batches([*numbers, *self.id_names], first, CHUNK, numbers) if left > 0 else ():
+            yield self._clicks(batch.slice(0, left))
+            left -= batch.num_rows
             if left <= 0:
                 return
-            part = batch.slice(skip, left)
-            skip = max(skip - batch.num_rows, 0)
-            left -= part.num_rows
-            if part.num_rows:
-                yield self._clicks(part)
-
-    def _parquet_from(self, first: int) -> tuple[Iterator[pyarrow.RecordBatch], int]:
-        """Batches from the row group that holds sample `first`, and the samples before it in that group."""
-        file = parquet_file(self.path)
-        group = 0
-        while group < file.num_row_groups and first >= file.metadata.row_group(group).num_rows:
-            first -= file.metadata.row_group(group).num_rows
-            group += 1
-        columns = [self.label_name, *self.dense_names, *self.id_names]
-        return file.iter_batches(CHUNK, row_groups=list(range(group, file.num_row_groups)), columns=columns), first
 
     def _clicks(self, batch: pyarrow.RecordBatch) -> Clicks:
-        label_B = torch.from_numpy(_numbers(batch.column(self.label_name), self.path))
+        label_B = torch.from_numpy(self._numbers(batch.column(self.label_name)))
         if self.pairs:
             label_B = (label_B >= 4).float()
         elif not ((label_B == 0) | (label_B == 1)).all():
-            raise FormatError(f"'{self.path}' has labels other than 0 and 1", path=self.path, column="label")
-        dense = [_numbers(batch.column(name), self.path) for name in self.dense_names]
+            raise FormatError(f"'{self.path}' has labels other than 0 and 1", path=str(self.path), column="label")
+        dense = [self._numbers(batch.column(name)) for name in self.dense_names]
         dense_BI = torch.from_numpy(np.stack(dense, axis=1)) if dense else torch.empty(len(label_B), 0)
-        ids = [_ids(batch.column(name), self.path) for name in self.id_names]
+        ids = [self._ids(name, batch.column(name)) for name in self.id_names]
         return Clicks(label_B, transform_dense(dense_BI), torch.from_numpy(np.stack(ids, axis=1)))
+
+    def _numbers(self, column: Any) -> NDArray[np.float32]:
+        """A column as numbers; missing values become NaN."""
+        import pyarrow
+
+        try:
+            return np.array(column.cast(pyarrow.float64()).to_numpy(zero_copy_only=False), np.float32)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
+            message = f"'{self.path}' has a label or dense feature that is not a number: {error}"
+            raise FormatError(message, path=str(self.path)) from None
+
+    def _ids(self, name: str, column: Any) -> NDArray[np.int64]:
+        """A column of integers, or of hexadecimal text, as int64; missing values become 0."""
+        import pyarrow
+
+        if pyarrow.types.is_integer(column.type):
+            return np.array(column.fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64)
+        return self._file.from_hexadecimal(name, column)
 
 
 @dataclass(frozen=True)
@@ -135,26 +130,16 @@ class FileLog:
 def open_log(
     path: Path | str, test: Path | str | None = None, hashed: int | None = None, seed: int = 0, raw: bool = False
 ) -> tuple[ClickLog, ClickLog]:
-    """The training and the test part of a log.
+    """The training and the test part of a log; without a second file, the last 20% are the test part.
 
-    MovieLens pairs are split by a fixed hash of the pair and shuffled by `seed`, because the file is sorted by user.
-
-    Args:
-        path: the log.
-        test: a second log to test on; default: the last 20% of the first.
-        hashed: hash ids to this number of rows of each table; default: a vocabulary of the training part.
-        seed: order of shuffled pairs.
-        raw: keep raw ids.
-
-    Raises:
-        BadInput: a file is missing, or both files have different columns.
-        FormatError: a file has other columns or values.
+    Ids are mapped by a vocabulary of the training part, or hashed to `hashed` rows of each table. MovieLens pairs are split by
+    a fixed hash of the pair and shuffled by `seed`, because the file is sorted by user.
     """
     file = ClickFile(path)
     if file.pairs:
         if test is not None or hashed is not None:
             message = f"'{path}' holds pairs, which have a fixed split and vocabulary; omit test and hash"
-            raise BadInput(message, path=Path(path))
+            raise BadInput(message, path=str(path))
         return _open_pairs(file, seed, raw)
     other = ClickFile(test) if test is not None else file
     if (other.dense_names, other.id_names) != (file.dense_names, file.id_names):
@@ -182,78 +167,6 @@ def _open_pairs(file: ClickFile, seed: int, raw: bool) -> tuple[MemoryLog, Memor
     return MemoryLog(train, ids.rows, shuffle=seed), MemoryLog(test, ids.rows)
 
 
-# -- pyarrow --
-
-
-def parquet_file(path: Path) -> Any:
-    """Open a Parquet file."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(path, pre_buffer=False)
-    except pyarrow.ArrowInvalid as error:
-        raise FormatError(f"'{path}' is not a Parquet file: {error}", path=path) from None
-
-
-def _read_text(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow
-    from pyarrow import csv
-
-    names = ["label", *TSV_DENSE, *TSV_IDS]
-    types = {name: pyarrow.string() if name in TSV_IDS else pyarrow.float32() for name in names}
-    try:
-        reader = csv.open_csv(
-            pyarrow.input_stream(str(path), compression="detect"),
-            read_options=csv.ReadOptions(column_names=names, block_size=1 << 24),
-            parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
-            convert_options=csv.ConvertOptions(column_types=types, null_values=[""]),
-        )
-        for batch in reader:
-            for start in range(0, batch.num_rows, CHUNK):
-                yield batch.slice(start, CHUNK)
-    except pyarrow.ArrowInvalid as error:
-        message = f"'{path}' is not a Criteo log (label, 13 numbers, 26 categories between tabs): {error}"
-        raise FormatError(message, path=path) from None
-
-
-def _count_lines(path: Path) -> int:
-    import pyarrow
-
-    lines, last = 0, b"\n"
-    with pyarrow.input_stream(str(path), compression="detect") as stream:
-        while block := stream.read(1 << 20):
-            lines, last = lines + block.count(b"\n"), block[-1:]
-    return lines + (last != b"\n")
-
-
 def _numbered(letter: str, names: set[str]) -> tuple[str, ...]:
     """Existing columns among I1, I2, ... (or C1, C2, ...), in order."""
     return tuple(name for i in range(1, len(names) + 1) if (name := f"{letter}{i}") in names)
-
-
-def _numbers(column: Any, path: Path) -> NDArray[np.float32]:
-    """A column as numbers; missing values become NaN."""
-    import pyarrow
-
-    try:
-        return np.array(column.cast(pyarrow.float64()).to_numpy(zero_copy_only=False), np.float32)
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-        raise FormatError(f"'{path}' has a label or dense feature that is not a number: {error}", path=path) from None
-
-
-def _ids(column: Any, path: Path) -> NDArray[np.int64]:
-    """A column of integers, or of hexadecimal text, as int64; missing values become 0."""
-    import pyarrow
-    from pyarrow import compute
-
-    if pyarrow.types.is_integer(column.type):
-        return np.array(compute.fill_null(column, 0).to_numpy(zero_copy_only=False)).astype(np.int64)
-    text = compute.utf8_lpad(compute.fill_null(column, ""), 8, padding="0")
-    fits = compute.all(compute.equal(compute.binary_length(text), 8)).as_py()
-    try:
-        digits = unhexlify(memoryview(text.buffers()[2])[: 8 * len(text)] if fits else b"?")
-    except ValueError:
-        message = f"'{path}' has a category that is not a hexadecimal number of at most 8 digits"
-        raise FormatError(message, path=path) from None
-    return np.frombuffer(digits, ">u4").astype(np.int64)

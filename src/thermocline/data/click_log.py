@@ -81,11 +81,6 @@ class MemoryLog:
                 yield Clicks(*(part[order_N[start : start + size]] for part in self.clicks))
 
 
-def in_memory(log: ClickLog, device: torch.device | str = "cpu", block: int = 1 << 16) -> MemoryLog:
-    """Read a log into memory in its order, for many runs over one small log."""
-    return MemoryLog(Clicks.cat([batch.to(device) for batch in log.batches(block)]), log.rows)
-
-
 def heat_of(log: ClickLog) -> list[Tensor]:
     """Lookups of each row of each table in a log, on the device of the log."""
     heat: list[Tensor] = []

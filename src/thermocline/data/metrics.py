@@ -28,28 +28,18 @@ class Measures(NamedTuple):
     ne: float
 
 
-class Scores:
-    """Collects logits and labels; `measures()` computes their metrics."""
-
-    def __init__(self) -> None:
-        self._logits: list[Tensor] = []
-        self._labels: list[Tensor] = []
-
-    def add(self, logit_B: Tensor, label_B: Tensor) -> None:
-        if logit_B.shape != label_B.shape:
-            message = f"logits are {tuple(logit_B.shape)}, labels {tuple(label_B.shape)}; give one logit per sample"
-            raise BadInput(message, parameter="logit_B")
-        self._logits.append(logit_B.detach().float())
-        self._labels.append(label_B.detach() > 0.5)
-
-    def measures(self) -> Measures:
-        if not self._labels:
-            raise BadInput("the test part of the log has 0 samples", samples=0)
-        logit_N, label_N = torch.cat(self._logits), torch.cat(self._labels)
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logit_N.double(), label_N.double()).item()
-        rate = label_N.double().mean().item()
-        entropy = -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0)
-        return Measures(auc(logit_N, label_N), loss, loss / entropy if entropy else math.nan)
+def measures(logits: Sequence[Tensor], labels: Sequence[Tensor]) -> Measures:
+    """Metrics of predictions in several parts."""
+    if [part.shape for part in logits] != [part.shape for part in labels]:
+        shapes = (", ".join(str(tuple(part.shape)) for part in parts) for parts in (logits, labels))
+        raise BadInput("logits are {}, labels {}; give one logit per sample".format(*shapes), parameter="logit_B")
+    if not labels:
+        raise BadInput("the test part of the log has 0 samples", samples=0)
+    logit_N, label_N = torch.cat(list(logits)).detach().float(), torch.cat(list(labels)).detach() > 0.5
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logit_N.double(), label_N.double()).item()
+    rate = label_N.double().mean().item()
+    entropy = -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0)
+    return Measures(auc(logit_N, label_N), loss, loss / entropy if entropy else math.nan)
 
 
 def auc(score_N: Tensor, label_N: Tensor) -> float:
@@ -85,13 +75,8 @@ class Ranking(NamedTuple):
         return Ranking(hits / trials, gains / trials, int(trials))
 
 
-class RankSums:
-    """Sums over ranks of right answers (from 0), for `Ranking.of`."""
-
-    def __init__(self) -> None:
-        self.sums = (0.0, 0.0, 0.0)
-
-    def add(self, rank_B: Tensor) -> None:
-        hit_B = rank_B < TOP
-        gain = (1 / torch.log2(rank_B[hit_B].double() + 2)).sum().item()
-        self.sums = (self.sums[0] + int(hit_B.sum()), self.sums[1] + gain, self.sums[2] + len(rank_B))
+def rank_sums(rank_N: Tensor) -> tuple[float, float, float]:
+    """Sums over the ranks of right answers (from 0), for `Ranking.of`."""
+    hit_N = rank_N < TOP
+    gain = (1 / torch.log2(rank_N[hit_N].double() + 2)).sum().item()
+    return float(hit_N.sum()), gain, float(len(rank_N))

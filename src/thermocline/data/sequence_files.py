@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from thermocline.errors import BadInput, FormatError
+from thermocline.heat.log_reader import parquet_file
 
-from .click_files import parquet_file
 from .sequences import Ints, SequenceLog, by_user
 
 TIMES = ("time", "timestamp", "ts", "ts_ms", "ts_s")

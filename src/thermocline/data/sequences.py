@@ -65,17 +65,6 @@ class Trials(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RankShare:
-    """The part of every batch that one rank takes."""
-
-    rank: int = 0
-    ranks: int = 1
-
-
-ONE_RANK = RankShare()
-
-
-@dataclass(frozen=True)
 class SequenceLog:
     """Concatenated histories. `column` names the items; at most `judged` histories are tested."""
 
@@ -156,12 +145,12 @@ class SequenceLog:
 
     # -- batches ------------------------------------------------------------------------------------------------------------
 
-    def batches(self, size: int, epoch: int = 0, first: int = 0, share: RankShare = ONE_RANK) -> Iterator[Histories]:
-        """This rank's part of each batch of an epoch, from number `first` on; `size` samples per rank, perhaps none."""
+    def batches(self, size: int, epoch: int = 0, first: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Histories]:
+        """The part of `rank` of each batch of an epoch, from number `first` on; `size` samples per rank, perhaps none."""
         generator = torch.Generator().manual_seed((self.seed << 16) + epoch)
         order_S = torch.randperm(self.samples, generator=generator).numpy()
-        for start in range(first * size * share.ranks, self.samples, size * share.ranks):
-            mine = start + share.rank * size
+        for start in range(first * size * ranks, self.samples, size * ranks):
+            mine = start + rank * size
             yield self._batch(order_S[mine : mine + size], epoch)
 
     def _batch(self, number_B: Ints, epoch: int) -> Histories:
@@ -175,10 +164,10 @@ class SequenceLog:
         items_C = torch.from_numpy(self.catalogue_C)
         return Histories(items_C[place_N], offsets, items_C[negative_BK], share_C[place_N], share_C[negative_BK])
 
-    def test_batches(self, size: int, share: RankShare = ONE_RANK) -> Iterator[Trials]:
-        """This rank's part of each batch of test histories; `size` per rank, perhaps none."""
-        for start in range(0, self.trials, size * share.ranks):
-            mine = start + share.rank * size
+    def test_batches(self, size: int, rank: int = 0, ranks: int = 1) -> Iterator[Trials]:
+        """The part of `rank` of each batch of test histories; `size` per rank, perhaps none."""
+        for start in range(0, self.trials, size * ranks):
+            mine = start + rank * size
             user_B = self._tested_U[mine : mine + size]
             end_B = self._ends_U[user_B]
             at_N, offsets = _ranges(np.maximum(self.offsets[:-1][user_B], end_B - self.length), end_B)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +83,23 @@ def _parts(profile: HeatProfile) -> tuple[Arrays, str]:
 # -- safetensors --
 
 
-def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file under a temporary name and renames it when it is complete."""
-    aside = path.with_name(path.name + ".new")
+@contextmanager
+def written_aside(path: Path, size: int | None = None) -> Iterator[Path]:
+    """A temporary name to write `size` bytes to; the file takes the place of `path` when it is complete."""
+    aside = path.with_name(path.name + ".part")
     try:
-        with explain_failed_write(path, sum(array.nbytes for array in arrays.values())), open(aside, "wb") as file:
-            for piece in _pieces(arrays, metadata):
-                file.write(piece)
-        aside.replace(path)
+        with explain_failed_write(path, size):
+            yield aside
+            aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file, which appears under its name when it is complete."""
+    size = sum(array.nbytes for array in arrays.values())
+    with written_aside(path, size) as aside, open(aside, "wb") as file:
+        file.writelines(_pieces(arrays, metadata))
 
 
 def read_arrays(path: Path, what: str) -> tuple[Arrays, dict[str, str]]:

@@ -34,7 +34,6 @@ from thermocline.errors import BadInput, FormatError
 from .profile import Ints
 
 TSV_NAMES = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
-TSV_IDS = TSV_NAMES[14:]
 LARGEST_CHUNK = 1 << 16  # samples
 VALUES = 1 << 20  # of a chunk, in all columns
 BLOCK = 1 << 23  # bytes of text read at a time
@@ -115,7 +114,7 @@ class LogFile:
     def names(self) -> tuple[str, ...]:
         """The columns of the file."""
         if self.kind == "parquet":
-            return tuple(_parquet(self.path).schema_arrow.names)
+            return tuple(parquet_file(self.path).schema_arrow.names)
         if self.kind == "tsv":
             return TSV_NAMES
         return tuple(next(plain_csv.reader(self._head.splitlines(), delimiter=self.delimiter), ()))
@@ -124,7 +123,7 @@ class LogFile:
     def samples(self) -> int:
         """The samples of the file, without bad lines that are skipped."""
         if self.kind == "parquet":
-            return int(_parquet(self.path).metadata.num_rows)
+            return int(parquet_file(self.path).metadata.num_rows)
         if self.skips:
             return sum(batch.num_rows for batch in self._text(self.wanted))
         return self._lines
@@ -149,19 +148,23 @@ class LogFile:
     def chunks(self, columns: Sequence[str], first: int = 0) -> Iterator[dict[str, LogIds]]:
         """The ids of these columns from sample `first` on."""
         rows = max(1 << 8, min(LARGEST_CHUNK, int(VALUES / self._values_per_sample(columns))))
-        batches, skip = self._parquet_from(columns, first, rows) if self.kind == "parquet" else (self._text(columns), first)
         hexadecimal = self.kind == "tsv"
+        for batch in self.batches(columns, first, rows):
+            yield {name: self._bags(name, batch.column(name), hexadecimal) for name in columns}
+
+    def batches(self, columns: Sequence[str], first: int, rows: int, numbers: Sequence[str] = ()) -> Iterator[Any]:
+        """Record batches of at most `rows` samples from sample `first` on. Text is read as fp32 in the columns `numbers`."""
+        read = self._parquet_from(columns, first, rows) if self.kind == "parquet" else (self._text(columns, numbers), first)
+        batches, skip = read
         for batch in batches:
-            for start in range(skip, batch.num_rows, rows):
-                part = batch.slice(start, rows)
-                yield {name: self._bags(name, part.column(name), hexadecimal) for name in columns}
+            yield from (batch.slice(start, rows) for start in range(skip, batch.num_rows, rows))
             skip = max(skip - batch.num_rows, 0)
 
     def _values_per_sample(self, columns: Sequence[str]) -> float:
         """Ids per sample in these columns, from the metadata of a Parquet file."""
         if self.kind != "parquet" or self.samples == 0:
             return len(columns)
-        groups, values = _parquet(self.path).metadata, 0
+        groups, values = parquet_file(self.path).metadata, 0
         for group in (groups.row_group(i) for i in range(groups.num_row_groups)):
             leaves = [group.column(i) for i in range(group.num_columns)]
             values += sum(leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] in columns)
@@ -169,19 +172,20 @@ class LogFile:
 
     def _parquet_from(self, columns: Sequence[str], first: int, rows: int) -> tuple[Iterator[Any], int]:
         """The row groups from that of sample `first` on, and the number of their samples before it."""
-        file, group = _parquet(self.path), 0
+        file, group = parquet_file(self.path), 0
         while group < file.num_row_groups and first >= file.metadata.row_group(group).num_rows:
             first -= file.metadata.row_group(group).num_rows
             group += 1
         return file.iter_batches(rows, row_groups=list(range(group, file.num_row_groups)), columns=list(columns)), first
 
-    def _text(self, columns: Sequence[str]) -> Iterator[Any]:
+    def _text(self, columns: Sequence[str], numbers: Sequence[str] = ()) -> Iterator[Any]:
         import pyarrow
         from pyarrow import csv
 
         tsv = self.kind == "tsv"
         text = [name for name in columns if tsv or self.skips or name in self.text_columns]
         types = {name: pyarrow.string() if name in text else pyarrow.int64() for name in columns}
+        types |= dict.fromkeys(numbers, pyarrow.float32())
         skip = (lambda row: "skip") if self.skips else None
         parse = csv.ParseOptions(
             delimiter="\t" if tsv else self.delimiter, quote_char=not tsv and '"', invalid_row_handler=skip
@@ -200,7 +204,7 @@ class LogFile:
                 yield from map(self._without_bad, batches) if self.skips and not tsv else batches
         except pyarrow.ArrowInvalid as error:
             form = "Criteo's TSV (label, 13 numbers, 26 categories)" if tsv else "CSV with integers in these columns"
-            way_out = "" if self.skips else "; --skip-bad N leaves out up to N bad lines"
+            way_out = "" if self.skips or numbers else "; --skip-bad N leaves out up to N bad lines"
             message = f"'{self.path}' is not {form}: {error}{way_out}"
             raise FormatError(message, path=str(self.path), expected=self.kind) from None
 
@@ -225,7 +229,7 @@ class LogFile:
         import pyarrow
 
         if hexadecimal:
-            return LogIds(self._from_hexadecimal(name, array))
+            return LogIds(self.from_hexadecimal(name, array))
         if pyarrow.types.is_dictionary(array.type):
             array = array.dictionary_decode()
         is_list = pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type)
@@ -245,7 +249,7 @@ class LogFile:
             values = values.drop_null()
         return LogIds(_numpy(values).astype(np.int64), offsets, missing)
 
-    def _from_hexadecimal(self, name: str, array: Any) -> Ints:
+    def from_hexadecimal(self, name: str, array: Any) -> Ints:
         """Hexadecimal text as numbers; missing values are 0."""
         from pyarrow import compute
 
@@ -319,7 +323,8 @@ def _hashed(texts: Any) -> Any:
     return pyarrow.array(ids, pyarrow.int64()).take(coded.indices)
 
 
-def _parquet(path: Path) -> Any:
+def parquet_file(path: Path) -> Any:
+    """Open a Parquet file."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,9 +1,9 @@
-"""Reference models of benchmarks and `thermocline train`, and their fp32 baselines."""
+"""Reference models of benchmarks and `thermocline train`."""
 
 from __future__ import annotations
 
 from .dlrm import DLRM
-from .plain import PlainItems, PlainTables, TorchRowwiseAdagrad, initial_rows, initialize
+from .initialization import initial_rows, initialize
 from .sequence import SequenceModel
 
-__all__ = ["DLRM", "PlainItems", "PlainTables", "SequenceModel", "TorchRowwiseAdagrad", "initial_rows", "initialize"]
+__all__ = ["DLRM", "SequenceModel", "initial_rows", "initialize"]

@@ -8,7 +8,7 @@ are padded at their ends, where causal attention needs no mask. There is no drop
 equal. `encoder` is the dense part, for DistributedDataParallel.
 
 `embeddings` maps {feature: (ids, offsets)} of its two features, history and negatives, to rows by feature: an
-`EmbeddingCollection(mode="none")`, whole or sharded, or `PlainItems`.
+`EmbeddingCollection(mode="none")`, whole or sharded.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from thermocline.data.click_log import ClickLog, Clicks
-from thermocline.data.metrics import Measures, Scores
+from thermocline.data.metrics import Measures, measures
 from thermocline.errors import BadInput
 from thermocline.models import DLRM
 
@@ -82,7 +82,5 @@ def evaluate(model: DLRM, log: ClickLog, device: str, ranks: TrainingRanks = ONE
         logits.append(model(batch.dense_BI, batch.ids_BF))
         labels.append(batch.label_B)
     mine = torch.cat(logits), torch.cat(labels)
-    scores = Scores()
-    for logit_N, label_N in ranks.gather(tuple(part.cpu() for part in mine) if ranks.size > 1 else mine):
-        scores.add(logit_N, label_N)
-    return scores.measures()
+    parts = ranks.gather(tuple(part.cpu() for part in mine) if ranks.size > 1 else mine)
+    return measures(*zip(*parts, strict=True))

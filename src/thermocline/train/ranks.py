@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thermocline.data.sequences import RankShare
 from thermocline.distributed.process_groups import gather_objects
 from thermocline.distributed.shard import Sharding, shard_
 from thermocline.distributed.sharded_collection import ShardedCollection
@@ -46,10 +45,6 @@ class TrainingRanks:
     def first(self) -> bool:
         """Whether this rank prints and writes."""
         return self.rank == 0
-
-    @property
-    def share(self) -> RankShare:
-        return RankShare(self.rank, self.size)
 
     @property
     def prefetches(self) -> bool:

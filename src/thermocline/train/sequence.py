@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thermocline.data.metrics import Ranking, RankSums
+from thermocline.data.metrics import Ranking, rank_sums
 from thermocline.data.sequences import Histories, SequenceLog
 from thermocline.errors import BadInput
 from thermocline.ids.idmap import IdMap
@@ -58,7 +58,7 @@ class SequenceRun(TrainLoop[Histories, SequenceResult]):
 
     def batches(self) -> Iterator[Histories]:
         at = self.position
-        for batch in self.log.batches(self.settings.batch, at.epoch, at.step_in_epoch, self.ranks.share):
+        for batch in self.log.batches(self.settings.batch, at.epoch, at.step_in_epoch, self.ranks.rank, self.ranks.size):
             yield batch.to(self.settings.device)
 
     def lookup_ids(self, batch: Histories) -> dict[str, tuple[Tensor, Tensor]]:
@@ -93,7 +93,7 @@ def evaluate_sequences(
     model.eval()
     tables: Any = model.embeddings
     states, nexts = [], []
-    for batch in log.test_batches(EVALUATION_BATCH, ranks.share):
+    for batch in log.test_batches(EVALUATION_BATCH, ranks.rank, ranks.size):
         states.append(model.encode(batch.items_N.to(device), batch.offsets.to(device)))
         nexts.append(batch.next_B)
     state_UD, row_U = torch.cat(states), ids(torch.cat(nexts)).to(device)
@@ -106,6 +106,4 @@ def evaluate_sequences(
         for part in torch.arange(len(row_U), device=device).split(EVALUATION_BATCH):
             higher_UR = state_UD[part] @ values_RD.t() >= score_U[part, None]
             above_U[part] += (higher_UR & (row_U[part, None] != rows_R)).sum(1)
-    sums = RankSums()
-    sums.add(torch.where(row_U < known, above_U, known))
-    return Ranking.of(ranks.add(*sums.sums))
+    return Ranking.of(ranks.add(*rank_sums(torch.where(row_U < known, above_U, known))))

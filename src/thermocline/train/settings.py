@@ -21,7 +21,7 @@ from thermocline.data.synthetic import SyntheticLog, table_rows
 from thermocline.data.synthetic_sequences import SyntheticSequences
 from thermocline.errors import BadInput
 from thermocline.ids.idmap import IdMap
-from thermocline.models import DLRM, PlainItems, PlainTables, SequenceModel, initialize
+from thermocline.models import DLRM, SequenceModel, initialize
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import AUTO, RowConfig
 from thermocline.rows.optimizers import RowwiseAdagrad
@@ -38,7 +38,7 @@ class RunSettings:
 
     `data` is a file, or None for a synthetic log. Ids of a file get one row each, or are hashed to `hashed` rows of a table.
     Fields of `RowConfig` (precision, cache, policy) describe the rows. `lr` is the rate of rows (row-wise Adagrad), `dense_lr`
-    of dense parameters (Adam). `plain` selects the baseline with tables of torch.nn.
+    of dense parameters (Adam).
     """
 
     data: Path | None = None
@@ -53,7 +53,6 @@ class RunSettings:
     dense_lr: float = 2e-3
     seed: int = 0
     device: str = "cpu"
-    plain: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("dim", 1), ("batch", 1), ("epochs", 1), ("seed", 0)):
@@ -61,9 +60,6 @@ class RunSettings:
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             words = f"device is {self.device!r}, but torch finds no CUDA device; use cpu, or run: thermocline doctor"
             raise BadInput(words, parameter="device", value=self.device)
-        if self.plain and (self.precision != "fp32" or self.cache):
-            words = f"plain tables are fp32 without a cache; precision is {self.precision!r}, cache {self.cache}"
-            raise BadInput(words, parameter="plain")
 
     def _check_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:
@@ -125,8 +121,12 @@ class DLRMSettings(RunSettings):
     def model(self, log: ClickLog) -> DLRM:
         """The model at its start, for the tables and dense features of a training log."""
         names = {f"C{feature + 1}": count for feature, count in enumerate(log.rows)}
-        tables = self._tables(names)
-        if self.warm and isinstance(tables, EmbeddingCollection):  # before rows are set, so that hot rows are not rounded
+        no_cache = isinstance(self.precision, Mapping) or (self.precision == AUTO and not self.cache)
+        tables = self._collection(
+            [Table(name, count, self.dim) for name, count in names.items()], ONE_RANK, stochastic=self.stochastic,
+            budget=self.budget, residency=self.residency, cache=None if no_cache else self.cache,
+        )  # fmt: skip
+        if self.warm:  # before rows are set, so that hot rows are not rounded
             tables.warm(dict(zip(names, heat_of(log), strict=True)))
         initialize(tables, names, self.dim, self.seed, self.device)
         return self.model_of(tables, len(names), log.dense)
@@ -151,15 +151,6 @@ class DLRMSettings(RunSettings):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # after the tables: torch's own tables draw numbers too
             return DLRM(tables, features, self.dim, dense, self.bottom, self.top).to(self.device)
-
-    def _tables(self, rows: dict[str, int]) -> Any:
-        if self.plain:
-            return PlainTables(rows, self.dim, self.lr, self.device)
-        no_cache = isinstance(self.precision, Mapping) or (self.precision == AUTO and not self.cache)
-        return self._collection(
-            [Table(name, count, self.dim) for name, count in rows.items()], ONE_RANK, stochastic=self.stochastic,
-            budget=self.budget, residency=self.residency, cache=None if no_cache else self.cache,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,11 +188,8 @@ class SequenceSettings(RunSettings):
     def model(self, log: SequenceLog, ranks: TrainingRanks = ONE_RANK) -> SequenceModel:
         """The model at its start; under a plan, with this rank's shard of the table."""
         ids = self.id_map(log, ranks)
-        if self.plain:
-            tables: Any = PlainItems(ids.rows, self.dim, self.lr, ids, log.column)
-        else:
-            table = Table(ITEM_TABLE, ids.rows, self.dim, (log.column, NEGATIVE), ids=ids)
-            tables = self._collection([table], ranks, mode="none")
+        table = Table(ITEM_TABLE, ids.rows, self.dim, (log.column, NEGATIVE), ids=ids)
+        tables = self._collection([table], ranks, mode="none")
         initialize(tables, {ITEM_TABLE: ids.rows}, self.dim, self.seed, self.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # after the tables: torch's own tables draw numbers too

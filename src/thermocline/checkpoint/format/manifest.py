@@ -23,6 +23,8 @@ from thermocline.errors import FormatError
 FORMAT: Literal["thermocline checkpoint"] = "thermocline checkpoint"
 VERSION = 2
 NAME = "manifest.json"
+# The fields of `kernels.layout.Pool`, a pool of cache slots.
+POOL_FIELDS = ("dim", "format", "row", "rows", "codes", "meta", "slots", "slot", "base", "near", "near_base")
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 _WAY_OUT = "copy the folder again, or use another checkpoint"
 
@@ -70,23 +72,6 @@ class SaveEntry(BaseModel):
         return sum(file.bytes for file in self.files)
 
 
-class PoolEntry(BaseModel):
-    """A pool of cache slots: the fields of `kernels.layout.Pool`."""
-
-    model_config = _STRICT
-    dim: int
-    format: int
-    row: int
-    rows: int
-    codes: int
-    meta: int
-    slots: int
-    slot: int
-    base: int
-    near: int
-    near_base: int
-
-
 class TableEntry(BaseModel):
     """A table: name, size, precision and features."""
 
@@ -116,7 +101,7 @@ class ModuleEntry(BaseModel):
     step: int
     seed: int
     layout: str  # of the saved arena; a module with an equal layout takes over cache slots unchanged
-    pools: tuple[PoolEntry, ...] = ()
+    pools: tuple[dict[str, int], ...] = ()  # by POOL_FIELDS
     policy: str
 
 

@@ -22,7 +22,7 @@ from thermocline.nn.rows_module import RowsModule
 from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 
 from .cache_slots import saved_pools, shards_layout
-from .manifest import ModuleEntry, PoolEntry, TableEntry
+from .manifest import POOL_FIELDS, ModuleEntry, TableEntry
 
 _OPTIMIZERS: dict[str, type[RowOptimizer]] = {F.OPTIMIZERS[kind.code]: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam)}
 _ROW_FIELDS = ("precision", "cache", "budget", "policy", "residency", "update", "seed", "staged", "independent")
@@ -109,7 +109,7 @@ def module_entry(found: NamedModule) -> ModuleEntry:
         optimizer={"name": F.OPTIMIZERS[optimizer.code], **asdict(optimizer)},
         states=len(module.trainer.states), states_by_row=optimizer.states_per_row > 0,
         trains=module.placeholder.requires_grad, step=clock[F.STEP], seed=clock[F.SEED], layout=layout_of(module),
-        pools=tuple(PoolEntry(**dict(zip(PoolEntry.model_fields, pool, strict=True))) for pool in pools), policy=rows.policy,
+        pools=tuple(dict(zip(POOL_FIELDS, pool, strict=True)) for pool in pools), policy=rows.policy,
     )  # fmt: skip
 
 

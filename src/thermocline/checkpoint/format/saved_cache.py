@@ -17,7 +17,7 @@ from thermocline.kernels.cache.reference import COUNTERS
 from thermocline.kernels.layout import Cache, Pool
 from thermocline.kernels.slots import pointers, read_pointed
 
-from .manifest import Manifest, TableEntry
+from .manifest import POOL_FIELDS, Manifest, TableEntry
 from .state_files import StateFiles
 
 ARRAYS = Cache._fields[: Cache._fields.index("ledger") + 1]
@@ -54,7 +54,7 @@ class SavedCache:
 
     def __init__(self, manifest: Manifest, state: StateFiles) -> None:
         self._state = state
-        self._saved = {m.name: [Pool(*entry.model_dump().values()) for entry in m.pools] for m in manifest.modules}
+        self._saved = {m.name: [Pool(*(entry[field] for field in POOL_FIELDS)) for entry in m.pools] for m in manifest.modules}
 
     def array(self, module: str, number: int, array: str, first: int = 0, last: int | None = None) -> Tensor:
         """One pool's part of an array, or a range of it."""

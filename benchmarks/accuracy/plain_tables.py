@@ -1,21 +1,19 @@
-"""Baselines in plain PyTorch: fp32 embeddings, row-wise Adagrad over sparse gradients, and reproducible initial rows.
+"""Baselines in plain PyTorch: fp32 embeddings, and row-wise Adagrad over sparse gradients.
 
-The baselines use none of this package's kernels, so that an error of a kernel shows in a comparison. Initial rows are a
-function of (seed, table, row), the same on every device and in any order, uniform in ±1/sqrt(rows of the table).
+The baselines use none of the package's kernels, so that an error of a kernel shows in a comparison.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thermocline.kernels.quantize.reference import random_bits
-
-BLOCK = 1 << 18
-_DOMAIN = 0x696E6974  # other bits than those that round the same rows
+from thermocline.data.click_log import ClickLog
+from thermocline.models import DLRM, initialize
+from thermocline.train import DLRMSettings
 
 
 class TorchRowwiseAdagrad(torch.optim.Optimizer):
@@ -83,22 +81,9 @@ class PlainItems(nn.Module):
             self.table.weight[ids] = values
 
 
-class Settable(Protocol):
-    """Tables with `set_rows`."""
-
-    def set_rows(self, table: str, ids: Tensor, values: Tensor) -> None: ...
-
-
-def initial_rows(seed: int, table: int, rows_N: Tensor, dim: int, rows: int) -> Tensor:
-    """Initial values of rows of table number `table`, which has `rows` rows."""
-    clock = torch.tensor([seed ^ _DOMAIN << 32, table], device=rows_N.device)
-    uniform_ND = (random_bits(clock, rows_N, dim) >> 8).float() * 2.0**-23 - 1.0
-    return uniform_ND * float(rows**-0.5)
-
-
-def initialize(tables: Settable, rows: Mapping[str, int], dim: int, seed: int, device: torch.device | str = "cpu") -> None:
-    """Set all rows of all tables, a block at a time; `rows` has the tables in the order of their numbers."""
-    for number, (name, count) in enumerate(rows.items()):
-        for first in range(0, count, BLOCK):
-            rows_N = torch.arange(first, min(first + BLOCK, count), device=device)
-            tables.set_rows(name, rows_N, initial_rows(seed, number, rows_N, dim, count))
+def plain_dlrm(settings: DLRMSettings, log: ClickLog) -> DLRM:
+    """The model of the settings at its start, with plain tables."""
+    rows = {f"C{feature + 1}": count for feature, count in enumerate(log.rows)}
+    tables = PlainTables(rows, settings.dim, settings.lr, settings.device)
+    initialize(tables, rows, settings.dim, settings.seed, settings.device)
+    return settings.model_of(tables, len(rows), log.dense)
