@@ -70,11 +70,12 @@ def weighted(rank: int, size: int, plan: tc.Plan | None, heat: Any, ranks: int =
 
 
 def measured(rank: int, size: int, plan: tc.Plan, heat: Any, batches: list[dict[str, Any]], dim: int) -> Any:
-    """Train tables of one dimension by a plan of the planner; the traffic."""
+    """Train tables of one dimension by a plan of the planner; the traffic, and the run."""
     torch.manual_seed(3)
     tables = [tc.Table(each.name, each.rows, dim, each.features) for each in plan.tables]
+    mode = "none" if plan.tables[0].pooling == "none" else "sum"
     model = torch.nn.ModuleDict(
-        {"rows": tc.EmbeddingCollection(tables, rows=tc.RowConfig(plan.tables[0].precision, cache=0.0))}
+        {"rows": tc.EmbeddingCollection(tables, mode=mode, rows=tc.RowConfig(plan.tables[0].precision, cache=0.0))}
     )
     sharding = tc.shard_(model, plan, heat)
     for batch in batches:
@@ -84,4 +85,4 @@ def measured(rank: int, size: int, plan: tc.Plan, heat: Any, batches: list[dict[
             mine = torch.from_numpy(ids_NL[rank * each : (rank + 1) * each])
             given[name] = mine.reshape(-1), torch.arange(each + 1) * mine.shape[1]
         model["rows"](given).values().sum().backward()
-    return sharding.sent()
+    return sharding.sent(), sharding.run(plan.batch, 1.0)

@@ -16,6 +16,7 @@ from test_traffic_meter import link
 from test_training import ALL_THIRD, MIXED, TWO, compare
 
 import thermocline as tc
+from benchmarks.plan.baselines import make_baseline_plan
 from support import has
 from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import make_maps
@@ -23,6 +24,7 @@ from thermocline.distributed.replanning.cost import step_seconds, table_heat
 from thermocline.distributed.simulation.simulator import simulate
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.report.explain import explain
+from thermocline.plan.run_file import check_run
 from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 
@@ -201,13 +203,32 @@ def test_the_planner_lets_owners_pool_where_that_moves_fewer_bytes(on_ranks):
     priced = step_seconds(plan, plan.tables, row_index, table_heat(plan, heat)).parts  # as `replan` does
     assert all(priced[part] == pytest.approx(plan.step.parts[part], rel=0.1) for part in ("ids", "rows", "gradients"))
     found = [
-        line for lines in on_ranks("owner_pooling_ranks.measured", 4, plan, heat, log, dim) for line in lines if line.table
+        line for lines, _ in on_ranks("owner_pooling_ranks.measured", 4, plan, heat, log, dim) for line in lines if line.table
     ]
     predicted = {(line.link, line.direction): line.bytes for line in plan.traffic}
     for way in ("ids", "rows", "gradients"):
         for over in ("node", "cluster"):
             sent = sum(line.bytes for line in found if (line.link, line.direction) == (over, way)) / 4 / len(log)
             assert sent == pytest.approx(predicted[over, way], rel=0.05), (over, way)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_whole_tables_take_the_memory_of_owners_and_askers_that_a_plan_states(pooling, on_ranks):
+    rng, rows, dim = np.random.default_rng(11), (6007, 1500, 4001), 16
+    log = [{f"t{n}": rng.integers(0, count, (512, 6 * n + 2)) for n, count in enumerate(rows)} for _ in range(12)]
+    heat = profile_batches(log, batch=128, cards_per_node=2)
+    tables = [
+        TableConfig(name=name, rows=count, dim=dim, precision="fp32", pooling=pooling)
+        for name, count in zip(log[0], rows, strict=True)
+    ]
+    slow = {"node": {"bandwidth": 2e8, "latency": 0.0}, "cluster": {"bandwidth": 2e7, "latency": 0.0}}
+    cluster = {"nodes": 2, "cards_per_node": 2, "card": {"memory": 1 << 30, "bandwidth": 1e12}, "links": slow}
+    given = TablesConfig(batch=128, tables=tuple(tables))
+    plan = make_baseline_plan("table-wise", given, heat, Topology.model_validate(cluster))
+    assert len({table.rank for table in plan.tables}) == 3, "one rank only asks"
+    run = on_ranks("owner_pooling_ranks.measured", 4, plan, heat, log, dim)[0][1]
+    for line in check_run(plan, run).lines:
+        assert line.kind != "memory" or line.ok, str(line)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------------

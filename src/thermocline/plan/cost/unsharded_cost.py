@@ -23,6 +23,7 @@ class UnsplitCosts(NamedTuple):
     local: Floats  # [lookup and update, T] exposed seconds in GPU memory
     sent: Floats  # [link, direction, T] bytes, mean over ranks
     pooled: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]  # sums travel
+    requested: Floats  # bytes of the buffers of every rank that requests rows of a table-wise table; `bytes` has the rest
 
 
 def fixed_seconds(workload: Workload, grid: Grid) -> Floats:
@@ -64,9 +65,9 @@ def table_wise_costs(workload: Workload, grid: Grid) -> UnsplitCosts:
     local = np.stack([lookup, ranks * TOUCHES * moved[GRADIENTS] + _update_bytes(workload, grid)]) / cluster.memory_rate
     sent = np.zeros((2, 4, len(grid.dim)))
     sent[:, :3] = moved * np.array([inside, between])[:, None, None] / ranks
-    buffers = buffer_bytes(sent, _without_sync(moved / ranks)) / 2 * ranks
+    buffers = buffer_bytes(sent, _without_sync(moved / ranks)) / 2  # of one requesting rank, and of the owner for each
     exposed = local.sum(axis=0) + seconds[ROWS] + seconds[GRADIENTS]
-    return UnsplitCosts(exposed, seconds[IDS], one_copy_bytes(grid) + buffers, local, sent, pooled)
+    return UnsplitCosts(exposed, seconds[IDS], one_copy_bytes(grid) + ranks * buffers, local, sent, pooled, buffers)
 
 
 def share_of_bags(lengths: Floats, taken: Floats) -> Floats:
@@ -91,4 +92,4 @@ def owner_pooled_costs(workload: Workload, grid: Grid) -> UnsplitCosts:
     rotations = grid.rows.sum(axis=1) * rotation_bytes(cluster.world_size)
     held = (one_copy_bytes(grid) + rotations) / cluster.world_size
     buffers = buffer_bytes(sent, _without_sync(moved / cluster.world_size))
-    return UnsplitCosts(exposed, seconds[IDS], held + buffers, local, sent, possible)
+    return UnsplitCosts(exposed, seconds[IDS], held + buffers, local, sent, possible, np.zeros_like(buffers))

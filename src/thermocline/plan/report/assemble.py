@@ -85,6 +85,7 @@ def _table(
     travels = ranks > 1 and not replicated
     held = cost.bytes * (1 if table_wise else ranks)
     held[T.MAPS] += work.id_map_bytes * ranks
+    held[T.BUFFERS] += problem.table_wise.requested[n] * ranks * table_wise
     return M.TablePlan(
         name=given.name,
         rows=work.rows,
@@ -164,19 +165,22 @@ def _ranks(problem: Problem, best: Score, costs: Sequence[TableCost]) -> tuple[M
     rank_T, ranks = best.solution.rank, problem.workload.cluster.world_size
     everywhere = sum((c.bytes for c, rank in zip(costs, rank_T, strict=True) if rank < 0), np.zeros(len(M.MEMORY_PARTS)))
     everywhere[T.MAPS] += problem.grid.id_maps.sum()
+    everywhere[T.BUFFERS] += problem.table_wise.requested[rank_T >= 0].sum()
     table_wise: dict[int, list[int]] = {}
     for table in np.flatnonzero(rank_T >= 0):
         table_wise.setdefault(int(rank_T[table]), []).append(int(table))
-    groups = []
+    groups, grid = [], problem.grid
     for held, run in groupby(range(ranks), key=lambda rank: tuple(table_wise.get(rank, ()))):
         numbers = list(run)
         each = everywhere + sum((costs[table].bytes for table in held), np.zeros(len(M.MEMORY_PARTS)))
+        others = [table for table in np.flatnonzero(rank_T >= 0) if table not in held]
+        each[[T.TABLES, T.STATE]] += grid.row[others].sum(), grid.state[others].sum()  # one row that is never looked up
         groups.append(
             M.RankPlan(
                 first=numbers[0],
                 count=len(numbers),
                 bytes=dict(zip(M.MEMORY_PARTS, _whole_bytes(each), strict=True)),
-                host=round(float((problem.grid.host * problem.grid.rows.sum(axis=1)).sum()) / ranks),
+                host=round(float((grid.host * grid.rows.sum(axis=1)).sum()) / ranks),
                 tables=tuple(problem.workload.tables[table].name for table in held),
             )
         )

@@ -118,7 +118,7 @@ def exchange_one(problem: Problem, best: Score, choice: Ints, first: Ints, secon
     ranks = workload.cluster.world_size
     exposed = exposed + joining * table_wise.exposed - leaving * table_wise.exposed / ranks
     hidden = hidden + joining * table_wise.hidden - leaving * table_wise.hidden / ranks
-    held = held + joining * table_wise.bytes
+    held = held + joining * (table_wise.bytes + table_wise.requested) - leaving * table_wise.requested
     now_T = row_kind_masks(problem, solution.choice, solution.first, solution.second)
     then_T = row_kind_masks(problem, choice, first, second)
     others = now_T.sum(axis=1, keepdims=True) - now_T > 0

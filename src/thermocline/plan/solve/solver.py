@@ -126,7 +126,7 @@ def choice_costs(problem: Problem, allowed: Mask, mu: float, lam: float) -> tupl
         else:  # row-wise only: no positions to search
             costs[:, n, 0] = (option.exposed[2] + mu * option.hidden[2] + lam * option.bytes[2])[:, -1]
     for n, cost, share in ((OWNER_POOLED, problem.owner_pooled, 1), (TABLE_WISE, problem.table_wise, ranks)):
-        costs[:, n, 0] = (cost.exposed + mu * cost.hidden + lam * cost.bytes) / share
+        costs[:, n, 0] = (cost.exposed + mu * cost.hidden + lam * cost.bytes) / share + lam * cost.requested
     costs[~allowed] = np.inf
     return costs, first, second
 
@@ -172,7 +172,7 @@ def score(problem: Problem, choice: Ints, first: Ints, second: Ints) -> Score:
     """The exact cost of a choice for every table, with table-wise tables packed onto ranks."""
     exposed_T, hidden_T, bytes_T = split_sums(problem, choice, first, second)
     at = np.flatnonzero(choice == TABLE_WISE)
-    taken = float(bytes_T.sum() + problem.grid.id_maps.sum())
+    taken = float(bytes_T.sum() + problem.grid.id_maps.sum() + problem.table_wise.requested[at].sum())
     placed, load_R, wait_R, extra_R = pack(problem, at, taken)
     rank = np.full(len(choice), -1)
     rank[at] = placed
