@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .optimizer import FusedOptimizer
     from .prefetch import PrefetchedInput
     from .rows_module import fused_optimizer
-    from .torchrec import KeyedCollection, from_torchrec, to_torchrec
+    from .interop.torchrec import KeyedCollection, from_torchrec, to_torchrec
 
 __all__ = [
     "ConversionReport", "ConvertedTable", "Embedding", "EmbeddingBag", "EmbeddingCollection", "FusedOptimizer",
