@@ -106,6 +106,11 @@ class Trained:
         seen_N = pending.seen_N.sort()[0] if arena.cache else None
         update_rows(arena.arrays, self.trainer.arrays, pending.rows_U, pending.grads_UW, seen_N)
 
+    def replace(self, arena: Arena, trainer: Trainer) -> None:
+        """Train other rows from now on; optimizers that have the placeholder stay valid."""
+        self.forget()
+        self.arena, self.trainer, self.group.trainer = arena, trainer, trainer
+
     def forget(self) -> None:
         self.placeholder.end_step(stepped=False)
         self.placeholder.pending = None

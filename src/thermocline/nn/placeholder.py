@@ -82,8 +82,8 @@ class AppliedGradient(ReadOnlyTensor):
         if name == _UNSCALE:
             tool, effect = "GradScaler", " They were updated with a scaled gradient: restore them from a checkpoint."
         raise BadInput(
-            f"rows were updated in backward, before {tool} could change their gradients.{effect} Use RowConfig(update='step') "
-            f"and fused_optimizer.step(), or leave the module's parameters out of {tool}",
+            f"rows were updated in backward, before {tool} could change their gradients.{effect} Use "
+            f"RowConfig(update='step'), or leave the module's parameters out of {tool}",
             parameter="update", value="backward", tool=tool,
         )  # fmt: skip
 
