@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import re
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -284,3 +286,10 @@ def test_int8_with_a_small_cache_learns_within_the_spread_of_seeds(name, tmp_pat
             of_seeds.append(loop.evaluate()["eval_loss"])
     plain, ours = (torch.tensor(losses[converted]) for converted in (False, True))
     assert abs(float((ours - plain).mean())) < float(plain.std())
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "huggingface.md"
+    (code,) = re.findall(r"^```python transformers\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    exec(compile(code, str(page), "exec"), {"__name__": "block"})
