@@ -13,10 +13,10 @@ HERE = Path(__file__).parent
 PYTHON = os.environ.get("THERMOCLINE_INTEROP_PYTHON")
 
 
-@pytest.mark.skipif(not PYTHON, reason="THERMOCLINE_INTEROP_PYTHON names no Python with TorchRec, Lightning and accelerate")
-def test_these_tests_pass_where_torchrec_lightning_and_accelerate_are():
+@pytest.mark.skipif(not PYTHON, reason="THERMOCLINE_INTEROP_PYTHON names no Python with these packages")
+def test_these_tests_pass_where_their_packages_are():
     assert PYTHON is not None and sys.executable != PYTHON
-    wanted = "import torchrec, lightning, accelerate"
+    wanted = "import torchrec, lightning, accelerate, transformers"
     assert subprocess.run([PYTHON, "-W", "ignore", "-c", wanted]).returncode == 0, f"{PYTHON} cannot {wanted}"
     files = [str(file) for file in sorted(HERE.glob("test_*.py")) if file.name != Path(__file__).name]
     paths = os.pathsep.join(path for path in (str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH")) if path)

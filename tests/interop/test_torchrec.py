@@ -11,7 +11,7 @@ torchrec = pytest.importorskip("torchrec", reason="no TorchRec here; CONTRIBUTIN
 
 import thermocline as tc  # noqa: E402
 from support import has  # noqa: E402
-from thermocline.nn.torchrec import KeyedCollection, from_torchrec, to_torchrec  # noqa: E402
+from thermocline.nn import KeyedCollection, from_torchrec, to_torchrec  # noqa: E402
 
 ROWS = {"user": 101, "item": 63, "shop": 7}
 DIMS = {"user": 16, "item": 16, "shop": 5}

@@ -101,3 +101,87 @@ def test_accelerate_accumulates_gradients_of_rows_that_wait_for_their_step():
     torch.optim.SGD(expected.top.parameters(), lr=0.1).step()
     expected.rows.fused_optimizer.step()
     assert_same(accelerator.unwrap_model(prepared), expected)
+
+
+# -- one line added: loops that own their optimizer, with update="step" ---------------------------------------------------
+
+
+def unconverted():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(203, 16, mode="sum"), torch.nn.Linear(16, 1))
+    model.loss = lambda ids, label: torch.nn.functional.binary_cross_entropy_with_logits(model(ids).squeeze(1), label)
+    return model
+
+
+def converted():
+    model = unconverted()
+    tc.convert_(model, tc.RowConfig("fp32", update="step", optimizer=tc.SGD(lr=0.5)))
+    return model
+
+
+def assert_trained_alike(run):
+    """What a loop makes of the converted model is what it makes of the unconverted one."""
+    found = [run(make_model) for make_model in (unconverted, converted)]
+    torch.testing.assert_close(found[1][0].weight.detach(), found[0][0].weight.detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found[1][1].weight, found[0][1].weight, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(found[0][0].weight, unconverted()[0].weight)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}],
+    ids=["plain", "clipping", "accumulation", "bf16"],
+)
+def test_lightning_trains_a_converted_model_as_the_unconverted_one(settings, tmp_path):
+    lightning = pytest.importorskip("lightning", reason="no Lightning here; CONTRIBUTING.md says how to get it")
+
+    class Lit(lightning.LightningModule):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, number):
+            return self.model.loss(*batch)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    def run(make_model):
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
+        model = make_model()
+        loop = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet, **settings)
+        loop.fit(Lit(model), batches())
+        return model
+
+    assert_trained_alike(run)
+
+
+def test_accelerate_trains_a_converted_model_as_the_unconverted_one_and_resumes(tmp_path):
+    accelerate = pytest.importorskip("accelerate", reason="no accelerate here; CONTRIBUTING.md says how to get it")
+
+    def run(make_model, resumed=False):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)
+        given = accelerator.prepare(model, optimizer, batches(), schedule)
+        for epoch in range(2):
+            if resumed and epoch == 0:
+                accelerator.load_state(str(tmp_path))
+                continue
+            for ids, label in given[2]:
+                with accelerator.accumulate(given[0]):
+                    accelerator.backward(given[0].loss(ids, label))
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 0.05)
+                    given[1].step()
+                    given[1].zero_grad()
+            given[3].step()
+            if epoch == 0:
+                accelerator.save_state(str(tmp_path))
+        return model
+
+    assert_trained_alike(run)
+    whole = run(converted)
+    torch.testing.assert_close(run(converted, resumed=True)[0].weight, whole[0].weight, rtol=0, atol=0)

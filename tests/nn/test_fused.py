@@ -169,9 +169,9 @@ def test_clipping_covers_dense_parameters_and_rows_together():
 
 
 @pytest.mark.parametrize("dense", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW], ids=lambda o: o.__name__)
-def test_an_optimizer_of_torch_over_all_parameters_passes_the_rows_by(dense):
+def test_an_optimizer_of_torch_leaves_rows_to_their_fused_optimizer(dense):
     model = nn.Sequential(bag(update="step"), nn.Linear(DIM, 2))
-    optimizer = dense(model.parameters(), lr=0.1)
+    optimizer, _ = dense(model.parameters(), lr=0.1), tc.fused_optimizer(model)
     loss_of(model, 0).backward()
     rows, top = model[0].weight, model[1].weight.clone()
     optimizer.step()

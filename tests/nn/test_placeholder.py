@@ -12,6 +12,7 @@ from torch import nn
 
 import thermocline as tc
 from support import has
+from thermocline import formats as F
 
 IDS = torch.randint(0, 31, (5, 3), generator=torch.Generator().manual_seed(0))
 
@@ -21,8 +22,12 @@ def new_model() -> nn.Sequential:
     return nn.Sequential(tc.EmbeddingBag(31, 6, mode="sum", rows=tc.RowConfig("fp32", update="step")), nn.Linear(6, 1))
 
 
-def train(model, *optimizers, clear=lambda optimizer: optimizer.zero_grad()):
-    for _ in range(3):
+def fp32_bag(optimizer) -> tc.EmbeddingBag:
+    return tc.EmbeddingBag(41, 6, mode="sum", rows=tc.RowConfig("fp32", update="step", optimizer=optimizer))
+
+
+def train(model, *optimizers, clear=lambda optimizer: optimizer.zero_grad(), steps=3):
+    for _ in range(steps):
         for optimizer in optimizers:
             clear(optimizer)
         model(IDS).square().sum().backward()
@@ -30,19 +35,79 @@ def train(model, *optimizers, clear=lambda optimizer: optimizer.zero_grad()):
             optimizer.step()
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "clear",
     [lambda o: o.zero_grad(), lambda o: o.zero_grad(set_to_none=False), lambda o: None],
     ids=["dropped", "zeroed", "never cleared"],
 )
-def test_rows_that_no_optimizer_of_ours_has_are_warned_of_once(clear):
-    model = new_model()
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_optimizer_of_torch_over_all_parameters_steps_rows_as_its_own(clear, scheduled):
+    found = []
+    for embedding in (nn.EmbeddingBag(41, 6, mode="sum"), fp32_bag(tc.SGD(lr=0.01))):
+        torch.manual_seed(0)
+        model = nn.Sequential(embedding, nn.Linear(6, 1))
+        embedding.load_state_dict({"weight": torch.randn(41, 6)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, 1.0, total_iters=2) if scheduled else None
+        for _ in range(3):
+            train(model, optimizer, clear=clear, steps=1)
+            if schedule is not None:
+                schedule.step()
+        found.append(model[0].weight.detach())
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_the_rate_of_rows_follows_the_schedule_of_the_optimizer_that_steps_them():
+    model = nn.Sequential(fp32_bag(tc.Adagrad(lr=0.3)), nn.Linear(6, 1))
+    optimizer = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 1e-5}])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    rates = []
+    for _ in range(3):
+        train(model, optimizer, steps=1)
+        rates.append(float(model[0].trainer.hyper[F.LR]))
+        schedule.step()
+    assert rates == pytest.approx([0.3, 0.15, 0.075])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_grad_scaler_and_an_optimizer_of_torch_step_rows_once_unscaled(fused, unscaled):
+    found = []
+    for scale in (1.0, 1024.0):
+        torch.manual_seed(0)
+        model = nn.Sequential(fp32_bag(tc.SGD(lr=0.1)), nn.Linear(6, 1))
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), torch.amp.GradScaler("cpu", scale)
+        for inputs in (IDS, IDS + 9):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).square().sum()).backward()
+            if unscaled:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([model[0].weight.detach(), model[1].weight.detach()])
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_grad_scaler_skips_leaves_rows_alone(fused):
+    model = nn.Sequential(fp32_bag(tc.SGD(lr=0.1)), nn.Linear(6, 1))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), torch.amp.GradScaler("cpu")
     before = model[0].weight
+    scaler.scale(model(IDS).sum()).backward()
+    model[1].weight.grad[0, 0] = float("inf")
+    scaler.step(optimizer)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_rows_of_a_fused_optimizer_that_never_steps_are_warned_of_once():
+    model = new_model()
+    before, _ = model[0].weight, tc.fused_optimizer(model)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1), clear=clear)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert torch.equal(model[0].weight, before)
-    assert [str(each.message) for each in said if "embedding rows" in str(each.message)] == [str(said[-1].message)]
+    assert len([each for each in said if "fused optimizer" in str(each.message)]) == 1
 
 
 class Late:

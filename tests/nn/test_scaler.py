@@ -59,3 +59,17 @@ def test_clipping_after_unscale_of_both_optimizers_equals_that_of_an_unscaled_lo
             scaler.step(optimizer)
         found.append([norm, model[0].weight, *model[1].parameters()])
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_rows_are_unscaled_beside_an_optimizer_that_unscales_in_its_kernel():
+    """GradScaler gives it gradients as they are, and asks with a scale of 1 whether they are finite."""
+    found = []
+    for scale in (1.0, 1024.0):
+        model = new_model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        optimizers = torch.optim.SGD(model.parameters(), lr=0.1, fused=True), tc.fused_optimizer(model)
+        scaler.scale(model(torch.arange(9)).sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        found.append(model[0].weight)
+    torch.testing.assert_close(found[1], found[0])

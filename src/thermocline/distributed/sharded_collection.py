@@ -379,7 +379,7 @@ class ShardedCollection(RowsModule):
         ]
         return "\n".join([*held, f"rank {self.groups.rank} of {self.groups.nodes} x {self.groups.local_size} ranks"])
 
-    def _weight_keys(self) -> Mapping[str, int]:
+    def weight_keys(self) -> Mapping[str, int]:
         return {}
 
     def _text(self) -> Tensor:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from .convert import convert_, revert_
     from .embedding import Embedding, EmbeddingBag
     from .inputs import Pooled, Unpooled
+    from .interop.torchrec import KeyedCollection, from_torchrec, to_torchrec
     from .optimizer import FusedOptimizer
     from .prefetch import PrefetchedInput
     from .rows_module import fused_optimizer
-    from .torchrec import KeyedCollection, from_torchrec, to_torchrec
 
 __all__ = [
     "ConversionReport", "ConvertedTable", "Embedding", "EmbeddingBag", "EmbeddingCollection", "FusedOptimizer",

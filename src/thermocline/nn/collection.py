@@ -288,7 +288,7 @@ class EmbeddingCollection(RowsModule):
             raise BadInput(f"the collection has no table {table!r}, only {', '.join(names)}", table=table, available=names)
         return names.index(table)
 
-    def _weight_keys(self) -> Mapping[str, int]:
+    def weight_keys(self) -> Mapping[str, int]:
         return {f"{table.name}.weight": index for index, table in enumerate(self.tables)}
 
 

@@ -18,6 +18,7 @@ from thermocline.rows.precision import format_of
 from .config import AUTO, RowConfig, TableRequest, TorchArguments, check_rows, choose_tiers, read_torch_arguments
 from .conversion_report import ConversionReport, ConvertedTable, other_holders, other_tables, table_warnings
 from .embedding import Embedding, EmbeddingBag
+from .interop.huggingface import add_methods, remove_methods
 from .rows_module import RowsModule
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def convert_(
             done[id(module)] = module if reason else _replacement(name, module, configs[id(module)], torch_arguments)
             report.append(_line(name, module, done[id(module)], reason, holders[id(module.weight)]))
         put_module(model, name, done[id(module)])
+    add_methods(model)
     return ConversionReport((*report, *others))
 
 
@@ -226,6 +228,7 @@ def revert_(model: nn.Module) -> ConversionReport:
             before = module.arena.memory().total
             report.append(ConvertedTable(name, module.num_embeddings, module.embedding_dim, before, after))
         put_module(model, name, done[id(module)])
+    remove_methods(model)
     return ConversionReport(tuple(report))
 
 

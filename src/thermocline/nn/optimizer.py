@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -66,12 +67,37 @@ class Trained:
     def __init__(self, arena: Arena, trainer: Trainer, placeholder: PlaceholderParameter) -> None:
         self.arena, self.trainer, self.placeholder = arena, trainer, placeholder
         self.group = HyperGroup(trainer, placeholder)
+        placeholder.trained = ref(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.placeholder.trained = ref(self)
 
     def step(self) -> None:
         self.placeholder.end_step()
-        if self.placeholder.pending is not None:
+        pending = self.placeholder.pending
+        if pending is not None and not pending.stepped:
             self.placeholder.updates += 1
-            self.apply(self.placeholder.pending)
+            self.apply(pending)
+
+    def step_with(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Step as part of the step of an optimizer of torch, whose parameter group has the placeholder.
+
+        A scheduler of that optimizer scales the learning rate of the rows as it does its own. What GradScaler leaves to
+        optimizers with `fused=True` is done here.
+        """
+        pending, initial = self.placeholder.pending, group.get("initial_lr")
+        assert pending is not None
+        lr = self.trainer.optimizer.lr * (float(group["lr"]) / float(initial) if initial else 1.0)
+        if lr != self.group["lr"]:
+            self.group["lr"] = lr
+        if getattr(optimizer, "found_inf", None):
+            return
+        if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+            pending.grads_UW = pending.grads_UW / scale
+        pending.stepped = False
+        self.step()
+        pending.stepped = True
 
     def apply(self, pending: PendingGradients) -> None:
         """Take one optimizer step with these gradients."""
@@ -79,6 +105,11 @@ class Trained:
         arena.before_write(pending.rows_U)
         seen_N = pending.seen_N.sort()[0] if arena.cache else None
         update_rows(arena.arrays, self.trainer.arrays, pending.rows_U, pending.grads_UW, seen_N)
+
+    def replace(self, arena: Arena, trainer: Trainer) -> None:
+        """Train other rows from now on; optimizers that have the placeholder stay valid."""
+        self.forget()
+        self.arena, self.trainer, self.group.trainer = arena, trainer, trainer
 
     def forget(self) -> None:
         self.placeholder.end_step(stepped=False)

@@ -5,12 +5,13 @@ Tools of PyTorch (`clip_grad_norm_`, GradScaler, `requires_grad_`, `zero_grad`, 
 * with `update="backward"` an `AppliedGradient`, one zero that can be read. Clipping and GradScaler, which write to it, raise;
   `zero_grad` ends the step.
 * with `update="step"` a `RowGradient`, the pending fp32 gradients [distinct rows, columns]. Clipping changes what
-  `fused_optimizer.step()` applies. GradScaler unscales it once, also if two optimizers have the parameter.
+  the step of the rows applies. GradScaler unscales it once, also if two optimizers have the parameter.
 
 Hooks on all optimizers hide `.grad` from steps of torch's optimizers, after their closure. They also mark the end of a step:
 with update="backward" a second backward pass before the next step is refused, because it would accumulate. With update="step"
-and no fused optimizer nothing trains the rows, which is warned of. A sparse gradient on an expanded zero was rejected:
-`clip_grad_norm_` of torch 2.13 does not take sparse gradients, and copies of the model would allocate the expanded tensor.
+the step of an optimizer of torch that has the parameter is also that of the rows, unless a fused optimizer has been made: then
+that one steps them. A sparse gradient on an expanded zero was rejected: `clip_grad_norm_` of torch 2.13 does not take sparse
+gradients, and copies of the model would allocate the expanded tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from .read_only import ReadOnlyTensor
 
 if TYPE_CHECKING:
     from .backward_pass import CollectedGradients
+    from .optimizer import Trained
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # the one operation of GradScaler that changes gradients
 
@@ -44,7 +46,8 @@ class PendingGradients:
     rows_U: Tensor
     grads_UW: Tensor
     seen_N: Tensor
-    unscaled: bool = False
+    inverse_scale: Tensor | None = None  # of GradScaler, once applied
+    stepped: bool = False  # with an optimizer of torch, before there was a fused optimizer
 
     def plus(self, other: PendingGradients) -> PendingGradients:
         """The sum with other gradients. A sum has at most two terms, so it is deterministic."""
@@ -79,8 +82,8 @@ class AppliedGradient(ReadOnlyTensor):
         if name == _UNSCALE:
             tool, effect = "GradScaler", " They were updated with a scaled gradient: restore them from a checkpoint."
         raise BadInput(
-            f"rows were updated in backward, before {tool} could change their gradients.{effect} Use RowConfig(update='step') "
-            f"and fused_optimizer.step(), or leave the module's parameters out of {tool}",
+            f"rows were updated in backward, before {tool} could change their gradients.{effect} Use "
+            f"RowConfig(update='step'), or leave the module's parameters out of {tool}",
             parameter="update", value="backward", tool=tool,
         )  # fmt: skip
 
@@ -98,9 +101,10 @@ class RowGradient(Tensor):
             grads, found_inf, inverse_scale = args
             for grad in grads:
                 if isinstance(grad, cls):  # a second optimizer with this parameter only checks for Inf
-                    scale = torch.ones_like(inverse_scale) if grad.pending.unscaled else inverse_scale
-                    func([grad.pending.grads_UW], found_inf, scale)
-                    grad.pending.unscaled = True
+                    pending, applied = grad.pending, grad.pending.inverse_scale
+                    scale = inverse_scale if applied is None else inverse_scale.where(applied == 1, 1.0)  # 1: checked for Inf
+                    func([pending.grads_UW], found_inf, scale)
+                    pending.inverse_scale = scale if applied is None else applied * scale
             if others := [grad for grad in grads if not isinstance(grad, cls)]:
                 func(others, found_inf, inverse_scale)
             return None
@@ -117,8 +121,9 @@ class PlaceholderParameter(nn.Parameter):
     updates: int  # of the rows, by backward passes or steps
     open: set[int]  # reads of the rows whose backward may still run, by id()
     passes: WeakValueDictionary[int, CollectedGradients]  # backward passes that update rows at their end
+    trained: ReferenceType[Trained] | None  # the rows
     has_fused_optimizer: bool
-    skipped: bool  # whether an optimizer of torch has stepped while gradients were pending
+    skipped: bool  # whether an optimizer of torch has stepped while gradients waited for the fused optimizer
 
     def __new__(
         cls, update: str, data: Tensor, requires_grad: bool = True, pending: PendingGradients | None = None
@@ -126,6 +131,7 @@ class PlaceholderParameter(nn.Parameter):
         self: PlaceholderParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
         self.update, self.pending, self.stepped, self.last_pass = update, pending, False, -1
         self.hidden = self.has_fused_optimizer = self.skipped = False
+        self.trained = None
         self.updates, self.open, self.passes = 0, set(), WeakValueDictionary()
         return self
 
@@ -182,22 +188,21 @@ class PlaceholderParameter(nn.Parameter):
     def accumulate(self, new: PendingGradients) -> None:
         """Add gradients of distinct rows to those that are pending."""
         self.hidden = False  # a step that raised would leave it set
-        self._warn_if_skipped()
         self.pending = new if self.pending is None else self.pending.plus(new)
 
     def skip_step(self) -> None:
         """Hide the gradient from the step of an optimizer of torch."""
         self.hidden = True
-        self.skipped = self.skipped or self.pending is not None
+        self.skipped = self.pending is not None
         if self.update == "backward":
             self.end_step()
 
     def _warn_if_skipped(self) -> None:
-        if self.skipped and not (self.has_fused_optimizer or self.stepped):
-            self.has_fused_optimizer = True  # warn once
+        if self.skipped and not self.stepped:
+            self.stepped = True  # warn once
             warnings.warn(
-                "an optimizer of torch has stepped, which skips embedding rows, so they are not trained. With update='step' "
-                "call step() of module.fused_optimizer or thermocline.fused_optimizer(model)", stacklevel=3,
+                "an optimizer of torch has stepped, which skips embedding rows that have a fused optimizer, so they are not "
+                "trained: call step() of the fused optimizer, too", stacklevel=3,
             )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderParameter:
@@ -209,15 +214,16 @@ class PlaceholderParameter(nn.Parameter):
         return PlaceholderParameter, (self.update, self.data, self.requires_grad, self.pending)
 
 
-def _placeholders(optimizer: Optimizer) -> Iterator[PlaceholderParameter]:
+def _placeholders(optimizer: Optimizer) -> Iterator[tuple[PlaceholderParameter, dict[str, Any]]]:
+    """The placeholders of an optimizer of torch, each with its parameter group."""
     if not getattr(optimizer, "trains_rows", False):
         for group in optimizer.param_groups:
-            yield from (each for each in group["params"] if isinstance(each, PlaceholderParameter))
+            yield from ((each, group) for each in group["params"] if isinstance(each, PlaceholderParameter))
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hide gradients of rows from a step; a closure, which may clip gradients, still sees them."""
-    found = list(_placeholders(optimizer))
+    found = [placeholder for placeholder, _ in _placeholders(optimizer)]
     if not found:
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -238,8 +244,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for placeholder in _placeholders(optimizer):
+    """Step the rows that no fused optimizer has."""
+    for placeholder, group in _placeholders(optimizer):
         placeholder.hidden = False
+        trained = None if placeholder.has_fused_optimizer or placeholder.trained is None else placeholder.trained()
+        if trained is not None and placeholder.pending is not None:
+            trained.step_with(optimizer, group)
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -14,6 +14,7 @@ The arrays of the arena are neither parameters nor buffers, because casts such a
     cache_*                  the cache, cached rows in full precision; none where there is no cache
     tables                   sizes and precisions as text (uint8), compared on loading
     ids                      id maps as text, compared on loading; none where ids are rows
+    row_state                all of these, packed, beside `weight`: only in folders of transformers
 
 A lookup trains if gradients are enabled and the placeholder parameter requires a gradient, also in eval(), as in torch.
 Otherwise a backward through its output changes no row.
@@ -48,6 +49,7 @@ from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
 from .optimizer import FusedOptimizer, Trained, deferred_lookup, deferred_lookup_uncompiled
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
+from .saved_rows import misfit, unpack
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -298,7 +300,7 @@ class RowsModule(nn.Module):
         rows = {"codes": self.arena.codes, "meta": self.arena.meta}
         return {**rows, **states, "hyper": trainer.hyper, "clock": trainer.clock, **cache}
 
-    def _weight_keys(self) -> Mapping[str, int]:
+    def weight_keys(self) -> Mapping[str, int]:
         """Names under which plain fp32 rows of a table are accepted."""
         return {"weight": 0}
 
@@ -320,8 +322,9 @@ class RowsModule(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        arrays, plain = self._arrays(), self._weight_keys()
+        arrays, plain = self._arrays(), self.weight_keys()
         given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        given = unpack(given, arrays, self._text())
         unexpected_keys += [prefix + name for name in given if name not in {*arrays, *plain, "tables", "ids"}] if strict else []
         if why := difference(self.maps, given.get("ids")):
             error_msgs.append(f"{prefix}ids: {why}")
@@ -344,7 +347,7 @@ class RowsModule(nn.Module):
             error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; {way}")
             return
         known = {name: tensor for name, tensor in arrays.items() if name in given}
-        wrong = {name: why for name, tensor in known.items() if (why := _misfit(name, tensor, given[name]))}
+        wrong = {name: why for name, tensor in known.items() if (why := misfit(name, tensor, given[name]))}
         if wrong:
             error_msgs += [f"{prefix}{name}: {why}" for name, why in wrong.items()]  # and nothing is changed
             return
@@ -379,13 +382,3 @@ def fused_optimizer(model: nn.Module) -> FusedOptimizer:
 
 def blocks(count: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + BLOCK, count)) for first in range(0, count, BLOCK))
-
-
-def _misfit(name: str, tensor: Tensor, value: Tensor) -> str:
-    """Why a saved array cannot be loaded, or an empty string."""
-    if tensor.shape == value.shape and tensor.dtype == value.dtype:
-        return ""
-    saved, here = f"{tuple(value.shape)} {value.dtype}", f"{tuple(tensor.shape)} {tensor.dtype}"
-    cached = "the version of this package that saved it, or load its rows as `weight`"
-    way = cached if name.startswith("cache_") else "the optimizer it was saved with"
-    return f"the saved array is {saved}, the module's {here}; build the module with {way}"

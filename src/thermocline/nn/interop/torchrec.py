@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from thermocline.errors import BadInput
 from thermocline.ids.idmap import IdMap
 
-from .collection import EmbeddingCollection, Table
-from .config import RowConfig, TorchArguments
-from .inputs import Unpooled
+from ..collection import EmbeddingCollection, Table
+from ..config import RowConfig, TorchArguments
+from ..inputs import Unpooled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
