@@ -216,8 +216,12 @@ def _op_lookup(
         raise error.at(int(kept[error.position])) from None
 
 
+_LISTS = (2, 8)  # arguments of `lookup`; AOTInductor passes None for an empty list
+
+
 def _autograd_lookup(*args: Any) -> tuple[Tensor, Tensor]:
     """The operator `lookup` above autograd, for tracing."""
+    args = tuple([] if at in _LISTS and each is None else each for at, each in enumerate(args))
     with torch._C._AutoDispatchBelowAutograd():
         out, winners = _OPS.lookup.default(*args)
     codes, meta, cache, fields, ids, offsets, weights, placeholder, states, hyper, clock = args[:11]

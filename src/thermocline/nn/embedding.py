@@ -20,7 +20,7 @@ from thermocline.kernels.ops import without_padding
 from thermocline.rows.table_spec import check_sizes
 from thermocline.rows.training import lookup
 
-from .backward_pass import trained_weight
+from .backward_pass import refuse_capture, trained_weight
 from .config import AUTO, DEFAULT_CACHE, RowConfig, TableRequest, TorchArguments, check_rows, read_torch_arguments
 from .heat_profile import Heat, counts_of_one, read_heat
 from .id_maps import FeatureMaps, check_map
@@ -211,6 +211,7 @@ class EmbeddingBag(_SingleTable):
             return self.look_up(ids_N, offsets, weights_N, self.mode)
         if torch.compiler.is_compiling():
             return self.look_up(ids_N, offsets, weights_N, self.mode, self.padding_idx)
+        refuse_capture(ids_N.device, "padding_idx", "removing padding")
         kept, call = without_padding(LookupCall(ids_N, offsets, weights_N, 0), self.padding_idx)
         try:
             return self.look_up(*call[:3], self.mode)
@@ -305,6 +306,7 @@ class Embedding(_SingleTable):
         elif torch.compiler.is_compiling():
             out_ND = self.look_up(ids_N, ends, None, "none", self.padding_idx)
         else:
+            refuse_capture(ids_N.device, "padding_idx", "removing padding")
             kept = (ids_N != self.padding_idx).nonzero()[:, 0]
             padding_1 = torch.full((1,), self.padding_idx, dtype=torch.int64, device=ids_N.device)
             padding_1D = lookup(self.arena, padding_1, torch.arange(2, device=ids_N.device), mode="none").to(self.dtype)

@@ -27,6 +27,7 @@ from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
 
 from .backward_pass import OpenLookup, current_pass, pending_of
+from .many_ranks import ranks, refuse_unsharded
 from .placeholder import PendingGradients, PlaceholderParameter
 
 _FIELDS = {"lr": (F.LR,), "eps": (F.EPS,), "betas": (F.BETA1, F.BETA2), "weight_decay": (F.WEIGHT_DECAY,)}
@@ -65,8 +66,8 @@ class HyperGroup(dict[str, Any]):
 class Trained:
     """The rows of one module, for an optimizer."""
 
-    def __init__(self, arena: Arena, trainer: Trainer, placeholder: PlaceholderParameter) -> None:
-        self.arena, self.trainer, self.placeholder = arena, trainer, placeholder
+    def __init__(self, arena: Arena, trainer: Trainer, placeholder: PlaceholderParameter, independent: bool) -> None:
+        self.arena, self.trainer, self.placeholder, self.independent = arena, trainer, placeholder, independent
         self.group = HyperGroup(trainer, placeholder)
         self.name = register_owner(self)
         self._compiled_reads = 0  # compiled lookups whose backward may still run
@@ -95,6 +96,8 @@ class Trained:
         return OptimizerArrays((), unused, unused, F.SGD, False)
 
     def open(self) -> None:
+        if not self.independent and (count := ranks()) > 1:
+            refuse_unsharded(count)
         self._compiled_reads += 1
 
     def receive(self, call: LookupCall, winners: Tensor, grad: Tensor) -> None:

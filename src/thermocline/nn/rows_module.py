@@ -75,7 +75,7 @@ class RowsModule(nn.Module):
         self.arena, self.tiers = make_arena(tables, features, device, rows)
         self.trainer = Trainer(self.arena, rows.optimizer, seed=rows.seed)
         self.placeholder = PlaceholderParameter(rows.update, torch.zeros(1, dtype=torch.float32, device=self.arena.device))
-        self.trained = Trained(self.arena, self.trainer, self.placeholder)
+        self.trained = Trained(self.arena, self.trainer, self.placeholder, rows.independent)
         self._fused: FusedOptimizer | None = None
         self._prefetched = PrefetchedBatches()
         self.maps: FeatureMaps | None = None  # from ids to rows; None: ids are rows
@@ -103,7 +103,8 @@ class RowsModule(nn.Module):
         if trains and not self.rows.independent and (count := ranks()) > 1:
             if not self.training:  # an evaluation without no_grad: rows stay as they are
                 return False
-            refuse_unsharded(count)
+            if not torch.compiler.is_compiling():  # the operator refuses: no error of a traced function reaches the user
+                refuse_unsharded(count)
         return trains
 
     def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str, padding: int = -1) -> Tensor:
