@@ -120,7 +120,7 @@ def _opcheck(name: str, args: tuple[Any, ...], device: str) -> None:
 
 
 def test_every_op_of_the_library_is_checked_here() -> None:
-    assert set(ops._SCHEMAS) == {"lookup", "weight_gradient", "update_bags", "map_ids"}
+    assert set(ops._SCHEMAS) == {"lookup", "weight_gradient", "hand_over", "update_bags", "map_ids"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -156,6 +156,33 @@ def test_updates_pass_opcheck(optimizer: int, device: str, make_arena: Make, mak
     table = (model.codes, model.meta, model.cache, model.fields, model.states, model.hyper, model.clock)
     grad = torch.randn(5, arena.layout.tables.width)
     _opcheck("update_bags", (*table, *lookup, NO_WINNERS, grad, model.spec, F.SUM, optimizer, True), device)
+
+
+class Recipient:
+    """Counts what it gets."""
+
+    def __init__(self) -> None:
+        self.opened, self.received = 0, []
+
+    def open(self) -> None:
+        self.opened += 1
+
+    def receive(self, call: Any, winners: Tensor, grad: Tensor) -> None:
+        self.received.append(call.ids_N.tolist())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_hand_over_passes_opcheck(device: str) -> None:
+    owner, ids, ends = Recipient(), torch.tensor([1, 3, 5, 1]), torch.tensor([0, 2, 4])
+    args = (torch.zeros(1), ids, ends, None, NO_WINNERS, torch.randn(2, 4), F.SUM, ops.register_owner(owner), 1)
+    _opcheck("hand_over", args, device)
+    assert [3, 5] in owner.received
+
+
+def test_operators_of_tables_stay_outside_of_cuda_graphs() -> None:
+    """A graph of mode="reduce-overhead" would copy whole tables into its own memory, and skip the Python of updates."""
+    for name in ops._SCHEMAS:
+        assert torch.Tag.cudagraph_unsafe in getattr(thermocline, name).default.tags
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -146,7 +146,11 @@ class ShardedCollection(RowsModule):
         return self._output(self._look_up(batch, exchange, trains), bags)
 
     def _output(self, out: Tensor, bags: JaggedIds) -> Pooled | Unpooled:
-        return Unpooled(out, bags, self.features, self._dims) if self.mode == "none" else Pooled(out, self.features, self._dims)
+        return (
+            Unpooled(out, bags.offsets, self.features, self._dims)
+            if self.mode == "none"
+            else Pooled(out, self.features, self._dims)
+        )
 
     def _handshake(
         self, operation: str, exchange: BatchExchange, prefetched: bool = False, has_next: bool = False

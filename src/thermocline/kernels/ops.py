@@ -2,17 +2,24 @@
 
 Backward changes the rows in place. They are no parameters: a `placeholder` that requires grad ties a lookup into the graph.
 Arrays are kept on `ctx` as attributes, because autograd's version check would forbid a second update of the same table.
+
+A module is the `owner` of its compiled lookups. Their backward hands gradients to it (`hand_over`), so that a graph neither
+changes nor copies a table, and a compiled step is checked and summed as an eager one. Operators run Python and read tables
+that CUDA graphs of torch.compile would copy, so they are tagged to stay outside of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import count
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.errors import IdOutOfRange
 
 from . import dispatch as D
 from .arguments import LookupCall, OptimizerArrays, RowArrays
@@ -27,8 +34,11 @@ FROZEN = -1  # in place of an optimizer: backward leaves the rows alone
 _TABLE = "Tensor codes, Tensor meta, Tensor[] cache, Tensor fields"
 _SCHEMAS = {
     "lookup": f"({_TABLE}, Tensor ids, Tensor offsets, Tensor? weights, Tensor placeholder, Tensor[] states, Tensor hyper, "
-    "Tensor clock, str spec, int pooling, ScalarType dtype, int optimizer, bool stochastic, bool checked) -> (Tensor, Tensor)",
-    "weight_gradient": f"({_TABLE}, Tensor ids, Tensor offsets, Tensor grad, str spec) -> Tensor",
+    "Tensor clock, str spec, int pooling, ScalarType dtype, int optimizer, bool stochastic, bool checked, "
+    'str owner="", int padding=-1) -> (Tensor, Tensor)',
+    "weight_gradient": f"({_TABLE}, Tensor ids, Tensor offsets, Tensor grad, str spec, int padding=-1) -> Tensor",
+    "hand_over": "(Tensor(a!) token, Tensor ids, Tensor offsets, Tensor? weights, Tensor winners, Tensor grad, int pooling, "
+    "str owner, int padding) -> ()",
     "update_bags": "(Tensor(a!) codes, Tensor(b!) meta, Tensor(f!)[] cache, Tensor fields, Tensor(c!)[] states, "
     "Tensor(d!) hyper, Tensor(e!) clock, Tensor ids, Tensor offsets, Tensor? weights, Tensor winners, Tensor grad, str spec, "
     "int pooling, int optimizer, bool stochastic) -> ()",
@@ -36,19 +46,46 @@ _SCHEMAS = {
 }
 # "pooling", not "mode": torch._higher_order_ops.auto_functionalize has an argument of that name.
 for _name, _schema in _SCHEMAS.items():
-    _LIBRARY.define(_name + _schema)
+    _LIBRARY.define(_name + _schema, tags=(torch.Tag.cudagraph_unsafe,))
+
+
+class Owner(Protocol):
+    """The module of compiled lookups."""
+
+    def open(self) -> None:
+        """Expect the gradient of one more lookup."""
+
+    def receive(self, call: LookupCall, winners: Tensor, grad: Tensor) -> None:
+        """Take the gradient of a lookup, whose memory belongs to the caller."""
+
+
+_owners: WeakValueDictionary[str, Owner] = WeakValueDictionary()
+_numbers = count()
+
+
+def register_owner(owner: Owner) -> str:
+    """A name by which compiled graphs find this owner as long as it lives."""
+    name = f"rows {next(_numbers)}"
+    _owners[name] = owner
+    return name
 
 
 # -- eager calls ------------------------------------------------------------------------------------------------------------
 
 
 def lookup(
-    rows: RowArrays, call: LookupCall, optimizer: OptimizerArrays | None = None, placeholder: Tensor | None = None
-) -> Tensor:
-    """Pooled rows. With an optimizer and its placeholder, backward updates the rows."""
+    rows: RowArrays, call: LookupCall, optimizer: OptimizerArrays | None = None, placeholder: Tensor | None = None,
+    owner: str = "", padding: int = -1,
+) -> Tensor:  # fmt: skip
+    """Pooled rows. With an optimizer and its placeholder, backward updates the rows.
+
+    Args:
+        owner: name of the module that gets the gradients, while graphs are traced.
+        padding: id that is neither pooled nor updated, while graphs are traced; else the caller removes it.
+    """
     weights_N = call.weights_N
     if not _is_eager(rows.meta):
-        out: Tensor = _OPS.lookup.default(*_flat_lookup(rows, call, optimizer, placeholder))[0]
+        out: Tensor = _OPS.lookup.default(*_flat_lookup(rows, call, optimizer, placeholder), owner, padding)[0]
         return out
     trains = torch.is_grad_enabled() and (optimizer is not None or (weights_N is not None and weights_N.requires_grad))
     if trains and weights_N is not None:
@@ -83,7 +120,7 @@ class _WithBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights_N: Tensor | None, placeholder: Tensor | None, done: tuple[Any, ...]) -> Tensor:
-        ctx.rows, call, ctx.optimizer, out, winners = done
+        ctx.rows, call, ctx.optimizer, out, winners, *ctx.traced = done
         ctx.mode = call.mode
         ctx.save_for_backward(call.ids_N, call.offsets, weights_N, winners)
         ctx.set_materialize_grads(False)
@@ -98,18 +135,32 @@ class _WithBackward(torch.autograd.Function):
         rows, call, grad = ctx.rows, LookupCall(ids_N, offsets, weights_N, ctx.mode), grad.contiguous()
         eager, weights_grad = _is_eager(grad) and _is_eager(rows.meta), None
         spec, traced = rows.layout.tables.spec, _OPS.weight_gradient.default
+        owner, padding = ctx.traced or ("", -1)
         if ctx.needs_input_grad[0]:
-            found_N = D.weight_gradient(rows, call, grad) if eager else traced(*_flat(rows), ids_N, offsets, grad, spec)
+            found_N = (
+                D.weight_gradient(rows, call, grad) if eager else traced(*_flat(rows), ids_N, offsets, grad, spec, padding)
+            )
             weights_grad = found_N.to(weights_N.dtype)
         if ctx.optimizer is None or (ctx.opened is not None and ctx.opened.collects(call, winners, grad, eager)):
             return weights_grad, None, None
-        if eager:
+        if owner:
+            _OPS.hand_over.default(ctx.optimizer.clock, *call[:3], winners, grad, call.mode, owner, padding)
+        elif eager:
             D.update_bags(rows, ctx.optimizer, call, winners, grad)
         else:
             states, hyper, clock, kind, stochastic = ctx.optimizer
             how = (spec, call.mode, kind, stochastic)
             _OPS.update_bags.default(*_flat(rows), list(states), hyper, clock, *call[:3], winners, grad, *how)
         return weights_grad, None, None
+
+
+def without_padding(call: LookupCall, padding: int) -> tuple[Tensor, LookupCall]:
+    """Positions of the ids that are no padding, and the lookup of these."""
+    kept_N = call.ids_N != padding
+    before = torch.nn.functional.pad(kept_N.cumsum(0), (1, 0))  # ids that are kept before each position
+    kept = kept_N.nonzero()[:, 0]
+    weights_N = None if call.weights_N is None else call.weights_N[kept]
+    return kept, call._replace(ids_N=call.ids_N[kept], offsets=before[call.offsets.long()], weights_N=weights_N)
 
 
 # -- flat arguments ---------------------------------------------------------------------------------------------------------
@@ -149,21 +200,37 @@ def _implement(function: Callable[..., Any]) -> Callable[..., Any]:
 def _op_lookup(
     codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None,
     placeholder: Tensor, states: list[Tensor], hyper: Tensor, clock: Tensor, spec: str, pooling: int,
-    dtype: torch.dtype, optimizer: int, stochastic: bool, checked: bool,
+    dtype: torch.dtype, optimizer: int, stochastic: bool, checked: bool, owner: str = "", padding: int = -1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return D.gather_pool(_rows(codes, meta, cache, fields, spec), LookupCall(ids, offsets, weights, pooling, dtype, checked))
+    call = LookupCall(ids, offsets, weights, pooling, dtype, checked)
+    kept = None
+    if padding >= 0 and pooling != F.NONE:
+        kept, call = without_padding(call, padding)
+    if owner:
+        _owners[owner].open()
+    try:
+        return D.gather_pool(_rows(codes, meta, cache, fields, spec), call)
+    except IdOutOfRange as error:
+        if kept is None or kept.is_cuda:  # a GPU reports an earlier batch
+            raise
+        raise error.at(int(kept[error.position])) from None
+
+
+_LISTS = (2, 8)  # arguments of `lookup`; AOTInductor passes None for an empty list
 
 
 def _autograd_lookup(*args: Any) -> tuple[Tensor, Tensor]:
     """The operator `lookup` above autograd, for tracing."""
+    args = tuple([] if at in _LISTS and each is None else each for at, each in enumerate(args))
     with torch._C._AutoDispatchBelowAutograd():
         out, winners = _OPS.lookup.default(*args)
     codes, meta, cache, fields, ids, offsets, weights, placeholder, states, hyper, clock = args[:11]
-    spec, mode, dtype, kind, stochastic, _ = args[11:]
+    spec, mode, dtype, kind, stochastic, _ = args[11:17]
     if torch.is_grad_enabled() and (placeholder.requires_grad or (weights is not None and weights.requires_grad)):
         optimizer = None if kind == FROZEN else OptimizerArrays(states, hyper, clock, kind, stochastic)
         call = LookupCall(ids, offsets, weights, mode, dtype)
-        done = (_rows(codes, meta, cache, fields, spec), call, optimizer, out, winners)
+        traced = args[17:] + ("", -1)[len(args) - 17 :]  # the dispatcher drops arguments that are defaults
+        done = (_rows(codes, meta, cache, fields, spec), call, optimizer, out, winners, *traced)
         out = _WithBackward.apply(weights, placeholder, done)  # type: ignore[no-untyped-call]
     return out, winners
 
@@ -173,9 +240,26 @@ _LIBRARY.impl("lookup", _autograd_lookup, "Autograd")
 
 @_implement
 def _op_weight_gradient(
-    codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, grad: Tensor, spec: str
-) -> Tensor:
-    return D.weight_gradient(_rows(codes, meta, cache, fields, spec), LookupCall(ids, offsets, None, F.SUM), grad)
+    codes: Tensor, meta: Tensor, cache: list[Tensor], fields: Tensor, ids: Tensor, offsets: Tensor, grad: Tensor, spec: str,
+    padding: int = -1,
+) -> Tensor:  # fmt: skip
+    rows, call = _rows(codes, meta, cache, fields, spec), LookupCall(ids, offsets, None, F.SUM)
+    if padding < 0:
+        return D.weight_gradient(rows, call, grad)
+    kept, call = without_padding(call, padding)
+    return grad.new_zeros(ids.shape, dtype=torch.float32).index_copy_(0, kept, D.weight_gradient(rows, call, grad))
+
+
+@_implement
+def _op_hand_over(
+    token: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, winners: Tensor, grad: Tensor, pooling: int,
+    owner: str, padding: int,
+) -> None:  # fmt: skip
+    call = LookupCall(ids, offsets, weights, pooling)
+    if padding >= 0:
+        kept, call = without_padding(call, padding)
+        grad = grad[kept] if pooling == F.NONE else grad
+    _owners[owner].receive(call, winners, grad)
 
 
 @_implement
@@ -207,6 +291,7 @@ def _fake_lookup(
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "lookup": _fake_lookup,
+    "hand_over": lambda *_: None,
     "weight_gradient": lambda codes, meta, cache, fields, ids, *_: fields.new_empty(ids.shape, dtype=torch.float32),
     "update_bags": lambda *_: None,
     "map_ids": lambda fields, words, counts, ids, *_: ids.new_empty(ids.shape, dtype=torch.int64),

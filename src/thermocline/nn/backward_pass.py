@@ -194,14 +194,31 @@ def trained_weight(trained: Trained, values_RD: Tensor) -> Tensor:
     return _WeightRead.apply(trained.trainer.placeholder, OpenWeight(trained), (values_RD,))  # type: ignore[no-any-return, no-untyped-call]
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a user captures a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(device: torch.device, parameter: str, what: str) -> None:
+    """Raise where a CUDA graph would have to wait for the GPU."""
+    if is_captured(device):
+        message = (
+            f"{what} waits for the GPU, so a CUDA graph cannot record it; capture modules with update='backward' and without "
+            "padding_idx, each looked up once in a forward"
+        )
+        raise BadInput(message, parameter=parameter, tool="torch.cuda.graph")
+
+
 def pending_of(arena: Arena, call: LookupCall, winners: Tensor, grad: Tensor) -> PendingGradients:
     """The summed gradients of the rows of a lookup."""
+    refuse_capture(arena.device, "update", "summing the gradients of distinct rows")
     seen_N = arena_rows(arena.layout, call.ids_N, call.offsets) if arena.cache else call.ids_N[:0]
     return PendingGradients(*sum_row_gradients(arena.layout, call, winners, grad), seen_N)
 
 
 def _nonzero_rows(arena: Arena, grad_RD: Tensor) -> PendingGradients:
     """The rows of a dense gradient that are not zero. Reading all rows is no lookup: it says nothing about their heat."""
+    refuse_capture(arena.device, "weight", "finding the rows of the gradient of weight")
     rows_U = (grad_RD != 0).any(1).nonzero()[:, 0]
     return PendingGradients(rows_U + arena.views(0)[2], grad_RD[rows_U], rows_U[:0])
 

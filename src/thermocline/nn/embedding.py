@@ -1,7 +1,7 @@
 """`EmbeddingBag` and `Embedding`: drop-in `torch.nn` modules backed by quantized rows.
 
 `padding_idx` removes ids before the lookup, so that the padding row is neither pooled nor updated. The host then waits for a
-GPU, and torch.compile(fullgraph=True) needs `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
+GPU.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from torch import Tensor
 
 from thermocline.errors import BadInput, BadMode, BadPadding, IdOutOfRange
 from thermocline.ids.idmap import IdMap
+from thermocline.kernels.arguments import LookupCall
+from thermocline.kernels.ops import without_padding
 from thermocline.rows.table_spec import check_sizes
 from thermocline.rows.training import lookup
 
-from .backward_pass import trained_weight
+from .backward_pass import refuse_capture, trained_weight
 from .config import AUTO, DEFAULT_CACHE, RowConfig, TableRequest, TorchArguments, check_rows, read_torch_arguments
 from .heat_profile import Heat, counts_of_one, read_heat
 from .id_maps import FeatureMaps, check_map
-from .inputs import check_integers, check_is_tensor, read_jagged
+from .inputs import check_caller, check_integers, check_is_tensor, read_jagged
 from .prefetch import PrefetchedInput, PrefetchRequest
 from .read_only import ReadOnlyWeight, refuse_assignment
 from .rows_module import RowsModule
@@ -201,16 +203,20 @@ class EmbeddingBag(_SingleTable):
         """
         if isinstance(input, PrefetchedInput):
             return self.forward(*input.arguments)
+        check_caller()
         _check_tensors(input, offsets)
         weights_N = None if per_sample_weights is None else _flat_weights(input, per_sample_weights, self.mode)
         ids_N, offsets = self.take_prefetched([input, offsets]) or self._bags(input, offsets)
         if self.padding_idx is None:
             return self.look_up(ids_N, offsets, weights_N, self.mode)
-        kept_N = ids_N != self.padding_idx
+        if torch.compiler.is_compiling():
+            return self.look_up(ids_N, offsets, weights_N, self.mode, self.padding_idx)
+        refuse_capture(ids_N.device, "padding_idx", "removing padding")
+        kept, call = without_padding(LookupCall(ids_N, offsets, weights_N, 0), self.padding_idx)
         try:
-            return self.look_up(*_without(kept_N, ids_N, offsets, weights_N), self.mode)
+            return self.look_up(*call[:3], self.mode)
         except IdOutOfRange as error:
-            raise _as_given(error, kept_N) from None
+            raise _as_given(error, kept) from None
 
     def prefetch_request(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -292,19 +298,22 @@ class Embedding(_SingleTable):
         """
         if isinstance(input, PrefetchedInput):
             return self.forward(*input.arguments)
+        check_caller()
         check_is_tensor(input)
         ids_N, ends = self.take_prefetched([input]) or self._read(input)
         if self.padding_idx is None:
             out_ND = self.look_up(ids_N, ends, None, "none")
+        elif torch.compiler.is_compiling():
+            out_ND = self.look_up(ids_N, ends, None, "none", self.padding_idx)
         else:
-            kept_N = ids_N != self.padding_idx
-            kept = kept_N.nonzero()[:, 0]
+            refuse_capture(ids_N.device, "padding_idx", "removing padding")
+            kept = (ids_N != self.padding_idx).nonzero()[:, 0]
             padding_1 = torch.full((1,), self.padding_idx, dtype=torch.int64, device=ids_N.device)
             padding_1D = lookup(self.arena, padding_1, torch.arange(2, device=ids_N.device), mode="none").to(self.dtype)
             try:
                 out_KD = self.look_up(*self._read(ids_N[kept]), None, "none")
             except IdOutOfRange as error:
-                raise _as_given(error, kept_N) from None
+                raise _as_given(error, kept) from None
             out_ND = padding_1D.repeat(ids_N.shape[0], 1).index_copy(0, kept, out_KD)
         if input.is_nested:
             return torch.nested.nested_tensor_from_jagged(out_ND, input.offsets())  # type: ignore[attr-defined]
@@ -349,13 +358,6 @@ def _flat_weights(input: Tensor, weights: Tensor, mode: str) -> Tensor:
     return flat_N.float() if flat_N.dtype == torch.float64 else flat_N
 
 
-def _without(kept_N: Tensor, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Bags without padding."""
-    before = torch.nn.functional.pad(kept_N.cumsum(0), (1, 0))  # ids that are kept before each position
-    kept = kept_N.nonzero()[:, 0]
-    return ids_N[kept], before[offsets.long()], None if weights_N is None else weights_N[kept]
-
-
-def _as_given(error: IdOutOfRange, kept_N: Tensor) -> IdOutOfRange:
-    """The error with its position among all ids, also padding. A GPU reports an earlier batch, whose mask is gone."""
-    return error if kept_N.is_cuda else error.at(int(kept_N.nonzero()[error.position, 0]))
+def _as_given(error: IdOutOfRange, kept: Tensor) -> IdOutOfRange:
+    """The error with its position among all ids, also padding. A GPU reports an earlier batch, whose ids are gone."""
+    return error if kept.is_cuda else error.at(int(kept[error.position]))

@@ -13,16 +13,36 @@ Offsets must begin at 0 and end at the number of ids. They are checked here on a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from thermocline.errors import BadInput
 
 Given = Tensor | tuple[str, ...] | None  # part of an input: a tensor, or the keys of a keyed input
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # no bools: joining features would convert them
+
+
+def check_caller() -> None:
+    """Raise inside of TorchScript's tracer and of the transforms of torch.func: kernels get addresses, not their tensors."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._get_tracing_state() is not None:
+        refuse_torchscript("torch.jit.trace")
+    if torch._C._are_functorch_transforms_active():
+        raise BadInput(
+            "transforms of torch.func (vmap, grad, jvp) do not reach rows, which the backward of a loss updates in place; call "
+            "the module with a whole batch outside of the transform, and transform a function of its output",
+            parameter="module", tool="torch.func",
+        )  # fmt: skip
+
+
+def refuse_torchscript(tool: str) -> NoReturn:
+    message = f"{tool} cannot record lookups, whose kernels are no TorchScript; use torch.export.export(model, args) instead"
+    raise BadInput(message, parameter="module", tool=tool)
 
 
 class JaggedIds(NamedTuple):
@@ -249,7 +269,7 @@ class Unpooled(_ByFeature):
 
     Args:
         values: vectors of all features, padded to the largest dimension.
-        bags: the ids and their offsets.
+        offsets: features * batch + 1 offsets of the samples, feature after feature.
         names: the features.
         dims: columns of each feature.
 
@@ -259,9 +279,12 @@ class Unpooled(_ByFeature):
         out["user"], out.offsets("user")
     """
 
-    def __init__(self, values: Tensor, bags: JaggedIds, names: Sequence[str], dims: Sequence[int]) -> None:
-        self._values, self._offsets, self._batch = values, bags.offsets, bags.batch
-        self._names, self._dims = tuple(names), tuple(dims)
+    def __init__(self, values: Tensor, offsets: Tensor, names: Sequence[str], dims: Sequence[int]) -> None:
+        self._values, self._offsets, self._names, self._dims = values, offsets, tuple(names), tuple(dims)
+
+    @property
+    def _batch(self) -> int:
+        return (self._offsets.shape[0] - 1) // len(self._names)
 
     def values(self) -> Tensor:
         """[ids of all features, largest dimension], padded with zeros."""
@@ -280,6 +303,26 @@ class Unpooled(_ByFeature):
 
     def to_dict(self) -> dict[str, Tensor]:
         return {name: self[name] for name in self._names}
+
+
+def _register(kind: type[Any], tensors: Sequence[str]) -> None:
+    """Make outputs nodes of a pytree, so that torch.export, torch.func and wrappers of modules find their tensors."""
+
+    def flatten(out: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
+        return [getattr(out, name) for name in tensors], (out._names, out._dims)
+
+    def flatten_with_keys(out: Any) -> tuple[list[tuple[pytree.KeyEntry, Tensor]], tuple[Any, ...]]:
+        return [(pytree.GetAttrKey(name[1:]), getattr(out, name)) for name in tensors], (out._names, out._dims)
+
+    pytree.register_pytree_node(
+        kind, flatten, lambda parts, context: kind(*parts, *context), serialized_type_name=f"thermocline.{kind.__name__}",
+        to_dumpable_context=list, from_dumpable_context=lambda context: tuple(tuple(each) for each in context),
+        flatten_with_keys_fn=flatten_with_keys,
+    )  # fmt: skip
+
+
+_register(Pooled, ["_values"])
+_register(Unpooled, ["_values", "_offsets"])
 
 
 def _position(name: str, names: Sequence[str]) -> int:

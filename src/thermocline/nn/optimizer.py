@@ -18,14 +18,17 @@ from torch.optim import Optimizer
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.kernels import update_rows, weight_gradient
-from thermocline.kernels.arguments import LookupCall
+from thermocline.kernels import update_bags, update_rows, weight_gradient
+from thermocline.kernels.arguments import LookupCall, OptimizerArrays
 from thermocline.kernels.checks import check_arrays, check_lookup
 from thermocline.kernels.dispatch import implementation_for
+from thermocline.kernels.ops import register_owner
+from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
 
-from .backward_pass import pending_of
+from .backward_pass import OpenLookup, current_pass, pending_of
+from .many_ranks import ranks, refuse_unsharded
 from .placeholder import PendingGradients, PlaceholderParameter
 
 _FIELDS = {"lr": (F.LR,), "eps": (F.EPS,), "betas": (F.BETA1, F.BETA2), "weight_decay": (F.WEIGHT_DECAY,)}
@@ -64,13 +67,19 @@ class HyperGroup(dict[str, Any]):
 class Trained:
     """The rows of one module, for an optimizer."""
 
-    def __init__(self, arena: Arena, trainer: Trainer, placeholder: PlaceholderParameter) -> None:
-        self.arena, self.trainer, self.placeholder = arena, trainer, placeholder
+    def __init__(self, arena: Arena, trainer: Trainer, placeholder: PlaceholderParameter, independent: bool) -> None:
+        self.arena, self.trainer, self.placeholder, self.independent = arena, trainer, placeholder, independent
         self.group = HyperGroup(trainer, placeholder)
-        placeholder.trained = ref(self)
+        self._compiled_reads = 0  # compiled lookups whose backward may still run
+        self._register()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._register()  # of a copy
+
+    def _register(self) -> None:
+        """Let compiled graphs find the rows by name, and optimizers of torch by the placeholder."""
+        self.name = register_owner(self)
         self.placeholder.trained = ref(self)
 
     def step(self) -> None:
@@ -110,6 +119,34 @@ class Trained:
         """Train other rows from now on; optimizers that have the placeholder stay valid."""
         self.forget()
         self.arena, self.trainer, self.group.trainer = arena, trainer, trainer
+
+    @property
+    def token(self) -> OptimizerArrays:
+        """Stands for the optimizer in compiled graphs, which must see a change that orders and keeps `hand_over`."""
+        unused = self.arena.untrained_placeholder
+        return OptimizerArrays((), unused, unused, F.SGD, False)
+
+    def open(self) -> None:
+        if not self.independent and (count := ranks()) > 1:
+            refuse_unsharded(count)
+        self._compiled_reads += 1
+
+    def receive(self, call: LookupCall, winners: Tensor, grad: Tensor) -> None:
+        """Take the gradient of a compiled lookup: update rows at once or, if there are other reads, at the end of the pass."""
+        arena, placeholder, task = self.arena, self.placeholder, current_pass()
+        self._compiled_reads = max(0, self._compiled_reads - 1)
+        if placeholder.update == "step":
+            placeholder.accumulate(pending_of(arena, call, winners, grad))
+            return
+        if task >= 0 and (self._compiled_reads or placeholder.open or task in placeholder.passes):
+            ids_N, offsets, weights_N, winners, grad = (None if t is None else t.clone() for t in (*call[:3], winners, grad))
+            call = call._replace(ids_N=ids_N, offsets=offsets, weights_N=weights_N)
+            OpenLookup(self).collects(call, winners, grad, eager=True)
+            return
+        if arena.tracks_writes:
+            arena.before_write(arena_rows(arena.layout, call.ids_N, call.offsets))
+        placeholder.begin_update(task)
+        update_bags(arena.arrays, self.trainer.arrays, call, winners, grad)
 
     def forget(self) -> None:
         self.placeholder.end_step(stepped=False)
@@ -200,10 +237,7 @@ class _WithDeferredBackward(torch.autograd.Function):
 
 
 def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, placeholder: PlaceholderParameter) -> Tensor:
-    """A lookup whose gradients are added to `placeholder`. `tie` is a leaf that requires grad.
-
-    Its backward runs Python, so it breaks the graph of torch.compile: models that use it compile without fullgraph=True.
-    """
+    """A lookup whose gradients are added to `placeholder`. `tie` is a leaf that requires grad."""
     weights_N = call.weights_N
     if weights_N is not None:
         call = call._replace(weights_N=weights_N.detach())
@@ -212,6 +246,3 @@ def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, placeholder: Pl
     check_lookup(rows.layout, call)
     out, winners = implementation_for("gather", rows.meta).gather_pool(rows, call)
     return _WithDeferredBackward.apply(tie, weights_N, (arena, placeholder, call, out, winners))  # type: ignore[no-any-return, no-untyped-call]
-
-
-deferred_lookup_uncompiled = torch.compiler.disable(deferred_lookup)

@@ -145,7 +145,10 @@ class PlaceholderParameter(nn.Parameter):
         if self.update == "backward":
             if not self.requires_grad:
                 return None
-            applied = self.data.as_subclass(AppliedGradient)
+            data = self.data
+            if type(data) is not Tensor:  # a fake one, as in torch.export
+                return None
+            applied: AppliedGradient = torch.Tensor._make_subclass(AppliedGradient, data)
             applied.placeholder = self
             return applied
         if self.pending is None:

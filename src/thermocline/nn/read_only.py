@@ -33,6 +33,9 @@ class ReadOnlyTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__name__
+        if name == "_is_view":  # of this tensor, not of its plain view
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
         written = [*_flat(args[:1]), *kwargs.values()] if _writes(name) else [kwargs.get("out")]
         if any(isinstance(tensor, cls) for tensor in written):
             cls.refuse(name)

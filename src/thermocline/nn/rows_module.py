@@ -23,7 +23,7 @@ Otherwise a backward through its output changes no row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ from thermocline.heat.profile import HeatProfile
 from thermocline.kernels import ops
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.layout import Cache
-from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.memory import MemoryUsage, pin
 from thermocline.rows.training import Trainer
 
@@ -44,9 +43,9 @@ from .config import RowConfig, TableRequest, make_arena
 from .device_moves import as_integers, check_keeps, materialize, move_tensors
 from .heat_profile import heat_of
 from .id_maps import FeatureMaps, difference, maps_as_text
-from .inputs import Given, check_integers, check_is_tensor
+from .inputs import Given, check_integers, check_is_tensor, refuse_torchscript
 from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
-from .optimizer import FusedOptimizer, Trained, deferred_lookup, deferred_lookup_uncompiled
+from .optimizer import FusedOptimizer, Trained, deferred_lookup
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
 from .saved_rows import misfit, unpack
@@ -78,7 +77,7 @@ class RowsModule(nn.Module):
         self.arena, self.tiers = make_arena(tables, features, device, rows)
         self.trainer = Trainer(self.arena, rows.optimizer, seed=rows.seed)
         self.placeholder = PlaceholderParameter(rows.update, torch.zeros(1, dtype=torch.float32, device=self.arena.device))
-        self.trained = Trained(self.arena, self.trainer, self.placeholder)
+        self.trained = Trained(self.arena, self.trainer, self.placeholder, rows.independent)
         self._fused: FusedOptimizer | None = None
         self._prefetched = PrefetchedBatches()
         self.maps: FeatureMaps | None = None  # from ids to rows; None: ids are rows
@@ -100,17 +99,21 @@ class RowsModule(nn.Module):
 
     def _trains(self) -> bool:
         """Whether the backward of what is read now updates rows."""
-        trains = torch.is_grad_enabled() and self.trained.placeholder.requires_grad
+        trains = torch.is_grad_enabled() and self.trained.placeholder.requires_grad and not torch.compiler.is_exporting()
         if trains and DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp()
         if trains and not self.rows.independent and (count := ranks()) > 1:
             if not self.training:  # an evaluation without no_grad: rows stay as they are
                 return False
-            refuse_unsharded(count)
+            if not torch.compiler.is_compiling():  # the operator refuses: no error of a traced function reaches the user
+                refuse_unsharded(count)
         return trains
 
-    def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> Tensor:
-        """Look up rows of all features (see `rows.lookup`), to be trained by backward or, with update="step", later."""
+    def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str, padding: int = -1) -> Tensor:
+        """Look up rows of all features (see `rows.lookup`), to be trained by backward or, with update="step", later.
+
+        Compiled graphs give the id of their padding; else ids come without it.
+        """
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
         trains = self._trains()
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
@@ -118,16 +121,14 @@ class RowsModule(nn.Module):
             rows = ids if maps is None else maps(ids, offsets)
             call = LookupCall(rows, offsets, weights, F.MODES.index(mode), kernel_dtype)
             if not trains:
-                out = ops.lookup(arena.arrays, call)
+                out = ops.lookup(arena.arrays, call, padding=padding)
+            elif torch.compiler.is_compiling():
+                out = ops.lookup(arena.arrays, call, self.trained.token, trainer.placeholder, self.trained.name, padding)
             elif self.rows.update == "step":
-                defer = deferred_lookup_uncompiled if torch.compiler.is_compiling() else deferred_lookup
-                out = defer(arena, call, trainer.placeholder, self.trained.placeholder)
+                out = deferred_lookup(arena, call, trainer.placeholder, self.trained.placeholder)
             else:
                 out = ops.lookup(arena.arrays, call, trainer.arrays, trainer.placeholder)
-                if not torch.compiler.is_compiling():
-                    out.grad_fn.opened = OpenLookup(self.trained)  # type: ignore[union-attr]
-                elif arena.tracks_writes:
-                    arena.before_write(arena_rows(arena.layout, rows, offsets))  # no Python runs in its backward
+                out.grad_fn.opened = OpenLookup(self.trained)  # type: ignore[union-attr]
         except IdOutOfRange as error:
             if maps is None:
                 raise
@@ -355,6 +356,9 @@ class RowsModule(nn.Module):
             for name, tensor in known.items():
                 tensor.copy_(given[name])
         self.trained.group.read_back()
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_torchscript("torch.jit.script")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fused": None, "_prefetched": PrefetchedBatches()}

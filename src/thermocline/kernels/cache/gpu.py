@@ -291,6 +291,11 @@ def _swap(
         tl.atomic_add(ledger + _WRITE_BACKS, tl.cast(rounded, tl.int64), sem="relaxed")
 
 
+def _is_captured(meta: Tensor) -> bool:
+    """Whether a user captures the step. The host counts no replays of it, so each of them refreshes the cache."""
+    return meta.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def refresh(
     codes: Tensor, meta: Tensor, cache: Cache, layout: Layout, keys: Array, stochastic: bool, distinct: bool = False,
     expected: bool = False,
@@ -301,7 +306,8 @@ def refresh(
         distinct: every row occurs once.
         expected: the batch was one of the last two prefetched batches.
     """
-    if not refresh_due(cache, layout.tables.policy, keys.numel()):
+    due = refresh_due(cache, layout.tables.policy, keys.numel())
+    if not due and (layout.tables.policy == F.FIXED or not _is_captured(meta)):
         return
     area = area_of(cache)
     if area is not None:
