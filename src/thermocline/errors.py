@@ -16,6 +16,7 @@ A message names the numbers that disagree and the way out.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -105,8 +106,10 @@ def open_regular(path: Path | str) -> FileIO:
 
     try:
         file = open(path, "rb", buffering=0, opener=open_without_waiting)  # noqa: SIM115
-    except IsADirectoryError:
-        raise FormatError(f"'{path}' is a folder; give a file", path=path) from None
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            raise
+        raise FormatError(f"'{path}' cannot be read: {error.strerror}", path=path) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise FormatError(f"'{path}' is not a regular file", path=path)

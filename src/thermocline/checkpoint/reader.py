@@ -29,7 +29,7 @@ from thermocline.rows.precision import bytes_per_row, format_of
 from .format.folder import kept_manifests
 from .format.manifest import FileEntry, Manifest, SaveEntry, Section, TableEntry
 from .format.saved_cache import CachedRows, SavedCache
-from .format.section_tensors import Shapes, check_section, section_shapes
+from .format.section_tensors import Shapes, section_names, section_shapes
 from .format.state_files import StateFiles
 from .format.tensor_files import TensorFile, damaged, sha256_of
 
@@ -141,9 +141,13 @@ class Checkpoint:
     def file(self, name: str) -> TensorFile:
         if name not in self._files:
             file = self._files[name] = TensorFile(self.folder / name, self._sizes[name])
-            for section in self._sections_of.get(name, ()):
-                table = self.manifest.table(section.table)
-                check_section(section, table, self.state_shapes(table), file)
+            if sections := self._sections_of.get(name, ()):
+                known: list[str] = []
+                for section in sections:
+                    table = self.manifest.table(section.table)
+                    known += section_names(section, table, self.state_shapes(table), file)
+                if sorted(known) != sorted(file.names()):
+                    raise damaged(file.path, "its tensors are not those of the sections in the manifest")
         return self._files[name]
 
     @cached_property

@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,6 @@ _STRICT = ConfigDict(extra="forbid", frozen=True)
 MAX_BYTES = 1 << 26  # of a manifest: sections of 6 TB
 MAX_ROWS, MAX_STATES = 1 << 40, 2
 _FILE_NAME = re.compile(r"save-\d{6,}-[0-9a-f]{8}/[A-Za-z0-9][A-Za-z0-9_.\-]*", re.ASCII)
-_ONE_TABLE = (("rows", "num_embeddings"), ("dim", "embedding_dim"))  # settings of a module with one table
 _WAY_OUT = "copy the folder again, or use another checkpoint"
 
 
@@ -84,6 +84,8 @@ class SaveEntry(BaseModel):
         for name in names:
             if not _FILE_NAME.fullmatch(name):
                 yield f"the file name {name[:100]!r} is not of the form save-NUMBER-TOKEN/NAME in the checkpoint's folder"
+        if unused := names - {self.state, *self.slots, *(section.file for section in self.sections)}:
+            yield f"file {min(unused)[:100]!r} has no section"
         if unknown := {self.state, *self.slots, *(section.file for section in self.sections)} - names:
             yield f"file {min(unknown)[:100]!r} is not among the files of the save"
         for each in self.sections:
@@ -141,19 +143,38 @@ class ModuleEntry(BaseModel):
 
     def contradictions(self, tables: Sequence[TableEntry]) -> Iterator[str]:
         """What is wrong with the settings, given the tables of the module."""
-        stated = self.settings.get("tables", [{name: self.settings.get(key) for name, key in _ONE_TABLE}])
-        sizes = [(each.get("rows"), each.get("dim")) for each in stated] if _are_objects(stated) else []
-        if not tables or sizes != [(table.rows, table.dim) for table in tables]:
+        sizes = _stated_sizes(self.settings)
+        own = [(table.own_name, len(table.features), table.rows, table.dim) for table in tables]
+        if not tables or (sizes != own if "tables" in self.settings else sizes != [each[2:] for each in own]):
             yield f"its settings have tables of {sizes[:8]} rows and columns"
+        ends = sorted((table.first, table.first + table.rows) for table in tables)
+        if any(first < end for (_, end), (first, _) in pairwise(ends)):
+            yield "two of its tables overlap"
         if self.settings.get("mode", "none") not in F.MODES:
             yield f"the mode is {self.settings['mode']!r}; use one of {', '.join(F.MODES)}"
         if not 0 <= self.states <= MAX_STATES:
             yield f"it has {self.states} arrays of optimizer state, and 0 to {MAX_STATES} are possible"
-        if any(
-            each.keys() != set(POOL_FIELDS) or not all(0 <= n <= MAX_ROWS * F.MAX_DIM for n in each.values())
-            for each in self.pools
-        ):
-            yield f"a pool of cache slots needs the fields {', '.join(POOL_FIELDS)}, each 0 or more"
+        yield from self._wrong_pools(tables)
+
+    def _wrong_pools(self, tables: Sequence[TableEntry]) -> Iterator[str]:
+        """Pools of cache slots that hold no whole tables, or do not lie one after another."""
+        slot = end = near_end = 0
+        for each in self.pools:
+            if each.keys() != set(POOL_FIELDS) or not all(0 <= number <= MAX_ROWS * F.MAX_DIM for number in each.values()):
+                yield f"a pool of cache slots has the fields {', '.join(POOL_FIELDS)}, each 0 or more"
+                return
+            dim, first, last = each["dim"], each["row"], each["row"] + each["rows"]
+            inside = [table for table in tables if first <= table.first < last]
+            if not inside or {table.dim for table in inside} != {dim} or not 0 <= each["near"] <= each["slots"]:
+                yield f"a pool of {each['slots']} cache slots for {dim} columns has no such table"
+                return
+            words = F.int8_slot_words(dim)
+            if min(table.first for table in inside) != first or max(table.first + table.rows for table in inside) != last:
+                yield f"a pool of cache slots has rows {first} to {last} of the module, which are no whole tables"
+            if (each["slot"], each["base"], each["near_base"]) != (slot, -(-end // dim), -(-near_end // words)):
+                yield "its pools of cache slots do not lie one after another"
+            slot += each["slots"]
+            end, near_end = (each["base"] + each["slots"] - each["near"]) * dim, (each["near_base"] + each["near"]) * words
 
 
 class Manifest(BaseModel):
@@ -247,8 +268,14 @@ class Manifest(BaseModel):
                 yield f"saves.{number}", "one full save comes first, and the numbers of saves rise"
 
 
-def _are_objects(given: Any) -> bool:
-    return isinstance(given, list) and all(isinstance(each, dict) for each in given)
+def _stated_sizes(settings: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Name, number of features, rows and columns of each table of a collection; rows and columns of a single table."""
+    if "tables" not in settings:
+        return [(settings.get("num_embeddings"), settings.get("embedding_dim"))]
+    try:
+        return [(each["name"], len(each["features"]), each["rows"], each["dim"]) for each in settings["tables"]]
+    except (TypeError, KeyError):
+        return []
 
 
 def _sha256(manifest: dict[str, Any]) -> str:

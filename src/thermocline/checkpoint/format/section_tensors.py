@@ -29,8 +29,8 @@ def section_shapes(precision: str, dim: int, states: Sequence[tuple[int, ...]] =
     return shapes | {"codes": (torch.uint8, (F.row_bytes(format, dim),))}
 
 
-def check_section(section: Section, table: TableEntry, states: Sequence[tuple[int, ...]], file: TensorFile) -> None:
-    """Compare the tensors of a section with the manifest."""
+def section_names(section: Section, table: TableEntry, states: Sequence[tuple[int, ...]], file: TensorFile) -> list[str]:
+    """Names of the tensors of a section. Raises `FormatError` if the file has others than the manifest implies."""
     shapes = section_shapes(section.precision, table.dim, states)
     if section.scattered:
         shapes["rows"] = row_dtype(table.rows), ()
@@ -38,3 +38,4 @@ def check_section(section: Section, table: TableEntry, states: Sequence[tuple[in
         found, wanted = file.info(f"{section.key}/{name}"), (dtype, (section.count, *shape))
         if found[1:] != wanted:
             raise damaged(file.path, f"tensor {found.name!r} is {found[1:]}, and {wanted} in the manifest")
+    return [f"{section.key}/{name}" for name in shapes]
