@@ -56,3 +56,19 @@ def chaos(
     from benchmarks.chaos import benchmark as bench
 
     measure(json, quiet, lambda progress: bench.run(minutes, progress))
+
+
+@app.command(epilog="Example:  python -m benchmarks fuzz --json fuzz.json")
+def fuzz(
+    mutations: Annotated[
+        int, typer.Option("--mutations", min=10, help="Files to spoil; results are judged from 10,000.")
+    ] = 10_000,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the mutations.")] = 1,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Open thousands of hostile checkpoints, plans and heat files: each is refused, or has the values of the good one."""
+    from benchmarks.fuzz import benchmark as bench
+
+    measure(json, quiet, lambda progress: bench.run(mutations, seed, progress))

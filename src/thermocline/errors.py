@@ -16,9 +16,13 @@ A message names the numbers that disagree and the way out.
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +96,33 @@ def write_text(path: Path | str, text: str) -> None:
     data = text.encode()
     with explain_failed_write(path, len(data)):
         Path(path).write_bytes(data)
+
+
+def open_regular(path: Path | str) -> FileIO:
+    """Open a file to read without a buffer. A pipe, on which opening would wait, a device or a folder raises `FormatError`."""
+
+    def open_without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    try:
+        file = open(path, "rb", buffering=0, opener=open_without_waiting)  # noqa: SIM115
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            raise
+        raise FormatError(f"'{path}' cannot be read: {error.strerror}", path=path) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise FormatError(f"'{path}' is not a regular file", path=path)
+    return file
+
+
+def read_bytes(path: Path | str, limit: int) -> bytes:
+    """The bytes of a regular file of at most `limit` bytes, else `FormatError`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise FormatError(f"'{path}' has {size:,} bytes, the limit is {limit:,}", path=path, needed=size, available=limit)
+        return file.readall()
 
 
 class IdOutOfRange(BadInput, IndexError, RuntimeError):

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from support import has
 from thermocline.errors import BadInput, FormatError
-from thermocline.heat import HeatProfile, TableHeat, merge
+from thermocline.heat import HeatProfile, TableHeat, heat_file, merge
 from thermocline.heat.cardinality import ERROR, estimate, registers_of
 from thermocline.heat.curve import Curve
 from thermocline.heat.profile import BatchRepeats, LogSlice, hottest_first, merge_tables
@@ -118,12 +118,17 @@ def test_a_heat_file_comes_back_as_it_was_with_the_sha256_of_its_content(tmp_pat
     assert list(back.tables) == list(profile.tables) and (back.source, back.created) == ("a log", profile.created)
     assert all(same(back[name], profile[name]) for name in profile.tables)
     assert [each.name for each in tmp_path.iterdir()] == ["heat.tc"]
-    replace(profile, created="").save(tmp_path / "without time.tc")
+    for name, created in (("without time.tc", ""), ("old.tc", profile.created)):  # as version 0.1 wrote them
+        arrays, text = heat_file._parts(replace(profile, created=created))
+        heat_file.write_arrays(tmp_path / name, arrays, {"thermocline.heat": text})
     content = hashlib.sha256((tmp_path / "without time.tc").read_bytes()).hexdigest()
-    assert profile.sha256 == back.sha256 == content != hashlib.sha256(path.read_bytes()).hexdigest()
+    assert profile.sha256 == back.sha256 == content
     assert replace(profile, created="2001-02-03T04:05:06+00:00").sha256 == profile.sha256
     assert replace(profile, source="another log").sha256 != profile.sha256
-    assert profile.is_named_by(hashlib.sha256(path.read_bytes()).hexdigest()), "plans of version 0.1 named the whole file"
+    old = HeatProfile.load(tmp_path / "old.tc")
+    assert old.is_named_by(hashlib.sha256((tmp_path / "old.tc").read_bytes()).hexdigest()), (
+        "plans of version 0.1 named the whole file"
+    )
     with safe_open(path, "np") as file:
         assert json.loads(file.metadata()["thermocline.heat"])["version"] == 1
 

@@ -17,10 +17,11 @@ from thermocline.rows.precision import bytes_per_row
 
 from .format.folder import COMPACTING, discard, new_subfolder, publish
 from .format.manifest import VERSION, Manifest, SaveEntry, Section, TableEntry
-from .format.sections import SECTION_BYTES, PendingSection, row_dtype
+from .format.section_tensors import Shapes, row_dtype, section_shapes
+from .format.sections import SECTION_BYTES, PendingSection
 from .format.tensor_files import TensorGroup, TensorInfo, explain_write_errors, write_file
 from .format.write import STATE, utc_now, write_sections
-from .reader import Checkpoint, Shapes, section_shapes
+from .reader import Checkpoint
 
 _ELEMENTS = 1 << 22
 

@@ -11,7 +11,7 @@ A block merges the sections of all ranks and incremental saves. Memory holds a f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,14 +29,14 @@ from thermocline.rows.precision import bytes_per_row, format_of
 from .format.folder import kept_manifests
 from .format.manifest import FileEntry, Manifest, SaveEntry, Section, TableEntry
 from .format.saved_cache import CachedRows, SavedCache
+from .format.section_tensors import Shapes, section_names, section_shapes
 from .format.state_files import StateFiles
 from .format.tensor_files import TensorFile, damaged, sha256_of
 
 _THREADS = 4
 _BLOCK_ROWS, _BLOCK_BYTES, _BLOCK_VALUES = 1 << 16, 1 << 23, 1 << 22
+_CHECKED_ROWS = 1 << 26  # at once, a byte each
 _OPEN_FILES = 256  # opened at once: a process may have a thousand
-
-Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # of a section's tensors, without the row dimension
 
 
 class RowBlock(NamedTuple):
@@ -56,15 +56,6 @@ class SectionRows(NamedTuple):
     meta_RW: Tensor
     states: list[Tensor]
     precision: str
-
-
-def section_shapes(precision: str, dim: int, states: Sequence[tuple[int, ...]] = ()) -> Shapes:
-    """Tensors of a section in file order, without row numbers: optimizer states of these shapes, meta words, codes."""
-    format = format_of(precision)
-    shapes: Shapes = {f"state{n}": (torch.float32, shape) for n, shape in enumerate(states)}
-    if words := F.META_WORDS[format]:
-        shapes["meta"] = (torch.int32, (words,))
-    return shapes | {"codes": (torch.uint8, (F.row_bytes(format, dim),))}
 
 
 def block_rows(table: TableEntry, states: int) -> int:
@@ -149,11 +140,42 @@ class Checkpoint:
 
     def file(self, name: str) -> TensorFile:
         if name not in self._files:
-            self._files[name] = TensorFile(self.folder / name, self._sizes[name])
+            file = self._files[name] = TensorFile(self.folder / name, self._sizes[name])
+            if sections := self._sections_of.get(name, ()):
+                known: list[str] = []
+                for section in sections:
+                    table = self.manifest.table(section.table)
+                    known += section_names(section, table, self.state_shapes(table), file)
+                if sorted(known) != sorted(file.names()):
+                    raise damaged(file.path, "its tensors are not those of the sections in the manifest")
         return self._files[name]
 
+    @cached_property
+    def _sections_of(self) -> dict[str, list[Section]]:
+        """Sections by file."""
+        found: dict[str, list[Section]] = {}
+        for section in (each for save in self.manifest.saves for each in save.sections):
+            found.setdefault(section.file, []).append(section)
+        return found
+
+    def check_rows(self) -> None:
+        """Check that sections have every row of every table. Reads row numbers only, which unsharded tables do not have.
+
+        Raises:
+            FormatError: a row is missing, or row numbers are damaged; `table` and `row`, or `path`, name it.
+        """
+        for table in self.manifest.tables:
+            for first, known_R, _ in self.merged(self.sections(table.name), {}, 0, table.rows, _CHECKED_ROWS):
+                self._check_known(table, first, known_R)
+
+    def _check_known(self, table: TableEntry, first: int, known_R: Tensor) -> None:
+        if not bool(known_R.all()):
+            row = first + int((~known_R).nonzero()[0])
+            message = f"'{self.folder}' has no row {row} of table {table.name!r}; use another checkpoint"
+            raise FormatError(message, table=table.name, row=row)
+
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Compare the sha256 of every file.
+        """Compare the sha256 of every file, and check that every row is in one.
 
         Args:
             share: (i, n) checks every n-th file from the i-th on, so that n ranks share the work.
@@ -161,6 +183,8 @@ class Checkpoint:
         Raises:
             FormatError: a file is missing or damaged; `path` names it.
         """
+        if share[0] == 0:
+            self.check_rows()
         files = self.manifest.files[share[0] :: share[1]]
         with ThreadPoolExecutor(_THREADS) as threads:  # hashing releases the GIL
             list(threads.map(self._verify, files))
@@ -220,10 +244,7 @@ class Checkpoint:
     def _complete(self, table: TableEntry, shapes: Shapes) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Blocks of a table that has all its rows in sections of these shapes."""
         for first, known_R, found in self.merged(self.sections(table.name), shapes, 0, table.rows, block_rows(table, 0)):
-            if not bool(known_R.all()):
-                row = first + int((~known_R).nonzero()[0])
-                message = f"'{self.folder}' has no row {row} of table {table.name!r}; use another checkpoint"
-                raise FormatError(message, table=table.name, row=row)
+            self._check_known(table, first, known_R)
             yield first, found
 
     def merged(
@@ -258,7 +279,7 @@ class Checkpoint:
             begin, end = max(first, section.first), min(last, section.end)
             return slice(begin - section.first, end - section.first), slice(begin - first, end - first)
         if key not in numbers:
-            numbers[key] = self.file(section.file).read(f"{section.key}/rows")
+            numbers[key] = self._row_numbers(section, 0, section.count)
         rows_K = numbers[key]
         here = slice(*torch.searchsorted(rows_K, torch.tensor([first, last], dtype=rows_K.dtype)).tolist())
         return here, rows_K[here].long() - first
@@ -279,8 +300,18 @@ class Checkpoint:
 
     def row_numbers(self, section: Section, begin: int, end: int) -> Tensor:
         if section.scattered:
-            return self.file(section.file).read(f"{section.key}/rows", begin, end).long()
+            return self._row_numbers(section, begin, end).long()
         return torch.arange(section.first + begin, section.first + end)
+
+    def _row_numbers(self, section: Section, begin: int, end: int) -> Tensor:
+        file = self.file(section.file)
+        rows_K = file.read(f"{section.key}/rows", begin, end)
+        rising = bool((rows_K[1:] > rows_K[:-1]).all())
+        if len(rows_K) and not (rising and rows_K[0] >= section.first and rows_K[-1] < section.end):
+            raise damaged(
+                file.path, f"row numbers of section {section.key!r} do not rise from {section.first} to {section.end}"
+            )
+        return rows_K
 
     def read_section(self, section: Section, begin: int, end: int, states: int) -> SectionRows:
         """Rows `begin` to `end` (exclusive) of a section, with this number of state arrays."""

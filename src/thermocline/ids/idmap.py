@@ -211,8 +211,10 @@ class IdMap:
                 raise FormatError("the id map is pruned, but its array 'kept' is missing", parameter="kept")
             kept, others = KeptIds.from_json(pruned["kept"], arrays["kept"]), SaltedHash(pruned["fallback"], pruned["salt"])
             return cls(start, kept, others, json.get("offset", 0))
-        except (KeyError, TypeError) as error:
-            raise FormatError(f"the id map {dict(json)} cannot be read: {error}", parameter="fields") from None
+        except BadInput:
+            raise
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise FormatError(f"the id map {str(dict(json))[:200]} cannot be read: {error}", parameter="fields") from None
 
 
 def _check_rows(what: str, rows: int) -> int:

@@ -92,7 +92,21 @@ class KeptIds:
         if kept.sha256 != json["sha256"]:
             message = f"kept ids have the sha256 {kept.sha256[:12]}, not {json['sha256'][:12]}: damaged, or of another map"
             raise FormatError(message, parameter="sha256")
+        if not kept._fits():
+            message = f"{kept.count} kept ids from {kept.low} to {kept.high} do not fit their {len(words)} words"
+            raise FormatError(message, parameter="kept")
         return kept
+
+    def _fits(self) -> bool:
+        """Whether the words hold as many ids as `count`, from `low` to `high`, as kernels rely on."""
+        words, span = self.words.numpy(), self.high - self.low + 1
+        if self.form == "sorted":
+            ends = (words[0], words[-1]) if len(words) else (0, -1)
+            return len(words) == self.count and ends == (self.low, self.high) and bool((words[1:] > words[:-1]).all())
+        if not 0 < self.count <= span or len(words) != -(-span // bitmap.BLOCK_BITS) * BLOCK_WORDS or self.count >= _MOST:
+            return False
+        ids_K = bitmap.unpack(words)
+        return len(ids_K) == self.count and (ids_K[0], ids_K[-1]) == (0, span - 1)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, KeptIds) and self.count == other.count and self.sha256 == other.sha256)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,14 +23,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from thermocline.errors import FormatError
+from thermocline.errors import FormatError, read_bytes
 
 Location = tuple[str | int, ...]
 Problems = Iterator[tuple[Location, str]]
 Model = TypeVar("Model", bound=BaseModel)
 Doubts = Callable[[Model], Problems]
 
+_MOST_DIGITS = 20  # of a 64-bit number
 _MOST_PROBLEMS = 20  # in one error
+_MAX_BYTES = 1 << 26  # of a file: plans take a few kilobytes a table
 
 
 class Contradiction(ValueError):
@@ -60,7 +63,7 @@ class FileModel(BaseModel):
 
 def read_text(path: str | Path) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_bytes(path, _MAX_BYTES).decode()
     except UnicodeDecodeError as error:
         message = f"{path}: byte {error.start} is not UTF-8 text; a planning file is YAML or JSON"
         raise FormatError(message, path=str(path), position=error.start) from None
@@ -141,17 +144,42 @@ _Yaml12Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$
 _Yaml12Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(str(node.value)))
 
 
-def _parse(text: str, name: str) -> Any:
+def parse_json(text: str, name: str) -> Any:
+    """JSON in which every field is given once, and every number fits 64 bits."""
     try:
-        if name.endswith(".json"):
-            return json.loads(text, object_pairs_hook=lambda pairs: _refuse_json_duplicates(pairs, name))
+        return json.loads(
+            text, object_pairs_hook=lambda pairs: _refuse_json_duplicates(pairs, name),
+            parse_int=_integer, parse_float=_finite, parse_constant=_finite,
+        )  # fmt: skip
+    except json.JSONDecodeError as error:
+        raise FormatError(f"{name}, line {error.lineno}: not JSON ({error.msg})", path=name, line=error.lineno) from None
+    except FormatError:
+        raise
+    except (RecursionError, ValueError) as error:  # nested thousands deep, or a number of thousands of digits
+        raise FormatError(f"{name}: the file cannot be read ({error})", path=name) from None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS or not -(1 << 63) <= (found := int(digits)) < 1 << 63:
+        raise ValueError(f"{digits[:_MOST_DIGITS]}... does not fit 64 bits")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(found := float(text)):
+        raise ValueError(f"{text[:_MOST_DIGITS]} is not a finite number")
+    return found
+
+
+def _parse(text: str, name: str) -> Any:
+    if name.endswith(".json"):
+        return parse_json(text, name)
+    try:
         node = yaml.compose(text, Loader=_Yaml12Loader)
         if node is None:
             return None
         _refuse_yaml_duplicates(node, name)
         return _Yaml12Loader("").construct_document(node)
-    except json.JSONDecodeError as error:
-        raise FormatError(f"{name}, line {error.lineno}: not JSON ({error.msg})", path=name, line=error.lineno) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else None

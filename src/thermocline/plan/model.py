@@ -8,15 +8,15 @@ says `cards`, `card`, `marginals` and `offers` where the code says ranks, GPU, s
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from thermocline import formats as F
 from thermocline.errors import FormatError, write_text
 
-from .io import FileModel
+from .io import FileModel, Problems, parse_json, read_text
 from .tables import Optimizer, Pooling
 from .topology import Topology
 
@@ -62,12 +62,12 @@ class Tier(FileModel):
     """
 
     tier: Literal[1, 2, 3]
-    rows: int
+    rows: int = Field(ge=0)
     threshold: float
     lookups: float
     precision: str
-    cached: int = 0
-    near: int = 0
+    cached: int = Field(default=0, ge=0)
+    near: int = Field(default=0, ge=0)
 
 
 class Lever(FileModel):
@@ -159,6 +159,16 @@ class TablePlan(FileModel):
     binding: str
     curve: tuple[tuple[float, float], ...]
 
+    def _contradictions(self) -> Problems:
+        if self.rows < 1 or not 1 <= self.dim <= F.MAX_DIM:
+            yield ("rows",), f"the table is {self.rows} x {self.dim}; rows are 1 or more, columns 1 to {F.MAX_DIM}"
+        if self.placement == "card" and self.rank is None:
+            yield ("card",), "a table on one GPU names it"
+        if not self.tiers:
+            yield ("tiers",), "the table has no tier"
+        if self.placement == "tiers" and sum(tier.rows for tier in self.tiers) != self.rows:
+            yield ("tiers",), f"the tiers have {sum(tier.rows for tier in self.tiers)} rows, and the table {self.rows}"
+
 
 class RankPlan(FileModel):
     """Bytes of `count` equal ranks, from rank `first` on."""
@@ -180,7 +190,7 @@ class StepPlan(FileModel):
     parts: dict[str, float]  # by STEP_PARTS
     overlaps: tuple[str, ...]  # parts that run during the dense part
     hidden: float  # seconds of `overlaps` that the dense part covers
-    total: float  # sum of the parts, less `hidden`
+    total: float = Field(gt=0)  # sum of the parts, less `hidden`
     throughput: float  # samples per second of the whole cluster
 
     @property
@@ -267,6 +277,14 @@ class Plan(FileModel):
     candidates: tuple[Alternative, ...]
     notes: tuple[str, ...] = ()
 
+    def _contradictions(self) -> Problems:
+        size = self.topology.world_size
+        for number, table in enumerate(self.tables):
+            if table.rank is not None and not 0 <= table.rank < size:
+                yield ("tables", number, "card"), f"the table is on GPU {table.rank}, and there are {size}"
+        if len({table.name for table in self.tables}) < len(self.tables):
+            yield ("tables",), "two tables have the same name"
+
     @property
     def fullest_rank(self) -> RankPlan:
         """The rank with most bytes."""
@@ -291,16 +309,14 @@ class Plan(FileModel):
         Raises:
             FormatError: The file is not a plan of this version; fields `path` and `line` or `parameter`.
         """
-        name, text = str(path), Path(path).read_text(encoding="utf-8")
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            message = f"{path}, line {error.lineno}: not JSON ({error.msg}); `thermocline plan make` writes plans"
-            raise FormatError(message, path=name, line=error.lineno) from None
+        name = str(path)
+        found = parse_json(read_text(path), name)
         version = found.get("version") if isinstance(found, dict) else None
         if version != VERSION:
-            message = f"{path} is a plan of version {version}, this program reads version {VERSION}: make the plan again"
-            raise FormatError(message, path=name, parameter="version", value=version)
+            message = f"{path} is a plan of version {str(version)[:40]}, this program reads version {VERSION}"
+            raise FormatError(f"{message}: make the plan again", path=name, parameter="version", value=version)
+        if not found.get("cards"):
+            raise FormatError(f"{path}, field cards: the plan is for no GPU; make it again", path=name, parameter="cards")
         try:
             return cls.model_validate(found)
         except ValidationError as error:

@@ -11,6 +11,7 @@ from thermocline.errors import BadInput
 
 from .protocol.tensors import DATATYPES, DTYPES, Array
 
+_INT64, _ALSO_IDS = np.dtype(np.int64), tuple(map(np.dtype, (np.int32, np.uint32, np.uint64)))
 MAX_NAMES = 8  # names that an error lists
 
 
@@ -74,14 +75,19 @@ class ModelSignature:
         self._required = frozenset(each.name for each in model.inputs if not each.optional)
         self._outputs = frozenset(each.name for each in model.outputs)
 
-    def check(self, inputs: Mapping[str, Array], outputs: tuple[str, ...], limit: int) -> int:
-        """The number of values in a request. Raises `BadInput` if it does not fit, or has more than `limit` values."""
+    def check(self, inputs: dict[str, Array], outputs: tuple[str, ...], limit: int) -> int:
+        """The number of values in a request. Raises `BadInput` if it does not fit, or has more than `limit` values.
+
+        Ids of other integer types become INT64; the hash of an id map takes UINT64 ids as the same 64 bits.
+        """
         values, known = 0, self._inputs
         for name, array in inputs.items():
             expected = known.get(name)
             if expected is None:
                 raise BadInput(f"model {self._name!r} has no input {name[:100]!r}; it has {list_names(known)}", parameter=name)
             dtype, shape = expected
+            if array.dtype != dtype and dtype == _INT64 and array.dtype in _ALSO_IDS:
+                array = inputs[name] = array.astype(_INT64)
             if array.dtype != dtype:
                 raise BadInput(f"input {name!r} must be {DATATYPES[dtype]}, not {DATATYPES[array.dtype]}", parameter=name)
             if not _matches(array.shape, shape):

@@ -136,6 +136,18 @@ def build(
     precision: Precision | None,
 ) -> RowsModule:  # fmt: skip
     """A module as it was saved, on a device, with uninitialised rows; `precision` replaces the saved one."""
+    try:
+        return _build(entry, tables, maps, device, precision)
+    except BadInput:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"the settings of module {entry.name!r} are damaged ({error}); use another checkpoint") from error
+
+
+def _build(
+    entry: ModuleEntry, tables: Sequence[TableEntry], maps: Mapping[str, IdMap], device: torch.device | str | None,
+    precision: Precision | None,
+) -> RowsModule:  # fmt: skip
     settings = {**entry.settings}
     fields = {field: settings.pop(field) for field in _ROW_FIELDS if field in settings}
     for field in ("cache", "budget", "staged"):  # older manifests hold bytes as ints, and shares above 1 for all rows

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.errors import FormatError
 from thermocline.kernels.cache.reference import COUNTERS
 from thermocline.kernels.layout import Cache, Pool
 from thermocline.kernels.slots import pointers, read_pointed
@@ -21,6 +22,7 @@ from .manifest import POOL_FIELDS, Manifest, TableEntry
 from .state_files import StateFiles
 
 ARRAYS = Cache._fields[: Cache._fields.index("ledger") + 1]
+_DTYPES = dict(zip(ARRAYS, (torch.float32, torch.int32, torch.int64, *[torch.int32] * 3, torch.int64), strict=True))
 CLOCKS = ("clock", "steps")  # equal on all ranks
 _SLOTS, _ELEMENTS = 1 << 14, 1 << 22  # read at a time
 
@@ -55,15 +57,26 @@ class SavedCache:
     def __init__(self, manifest: Manifest, state: StateFiles) -> None:
         self._state = state
         self._saved = {m.name: [Pool(*(entry[field] for field in POOL_FIELDS)) for entry in m.pools] for m in manifest.modules}
+        for module, pools in self._saved.items():
+            whole, sizes = f"module/{module}/cache_rows", [(pool.slots,) for pool in pools]
+            if whole in state:
+                sizes, found = [(sum(pool.slots for pool in pools),)], [state.info(whole).shape]
+            else:
+                found = [state.info(f"module/{module}/{pool_key('rows', number)}").shape for number in range(len(pools))]
+            if found != sizes:
+                words = f"the cache of module {module!r} has {found} slots, and {sizes} in the manifest"
+                raise FormatError(f"{words}; use another checkpoint", module=module)
 
     def array(self, module: str, number: int, array: str, first: int = 0, last: int | None = None) -> Tensor:
         """One pool's part of an array, or a range of it."""
-        own = f"module/{module}/{pool_key(array, number)}"
-        if own in self._state:
-            return self._state.read(own, first, last)
-        here = pool_slices(self._saved[module][number], number)[array]
-        last = here.stop if last is None else here.start + last
-        return self._state.read(f"module/{module}/cache_{array}", here.start + first, last)
+        name = f"module/{module}/{pool_key(array, number)}"
+        if name not in self._state:
+            here, name = pool_slices(self._saved[module][number], number)[array], f"module/{module}/cache_{array}"
+            first, last = here.start + first, here.stop if last is None else here.start + last
+        found = self._state.read(name, first, last)
+        if found.dtype != _DTYPES[array] or found.dim() != (2 if array == "ledger" else 1):
+            raise FormatError(f"{name!r} is {found.dim()}-D {found.dtype}, not {_DTYPES[array]}; use another checkpoint")
+        return found
 
     def read_into(self, module: str, number: int, array: str, out: Tensor) -> None:
         """Read one pool's part of an array in bounded pieces."""

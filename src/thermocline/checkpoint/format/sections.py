@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from thermocline.checkpoint.live_rows import LiveRows
-from thermocline.checkpoint.reader import section_shapes
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.nn.rows_module import blocks
 from thermocline.rows.change_bitmap import marked
@@ -24,6 +23,7 @@ from thermocline.rows.precision import bytes_per_row
 
 from .manifest import Section, TableEntry
 from .module_entries import NamedModule
+from .section_tensors import row_dtype, section_shapes
 from .tensor_files import TensorGroup, TensorInfo
 
 SECTION_BYTES = 1 << 25
@@ -64,11 +64,6 @@ class PendingSection:
             table=self.table.name, precision=self.precision, first=self.first, end=self.end, count=self.count,
             scattered=self.scattered, file=file, key=self.key,
         )  # fmt: skip
-
-
-def row_dtype(rows: int) -> torch.dtype:
-    """Type of row numbers in files."""
-    return torch.int32 if rows <= 1 << 31 else torch.int64
 
 
 def pending_sections(found: NamedModule, source: LiveRows, bits: Tensor | None = None) -> Iterator[PendingSection]:

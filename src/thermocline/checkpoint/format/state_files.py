@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .tensor_files import TensorFile, TensorInfo
+from .tensor_files import TensorFile, TensorInfo, damaged
 
 AT, TO = "@at", "@to"
 _ELEMENTS = 1 << 21  # compared at a time
@@ -31,6 +31,10 @@ class StateFiles:
         found = [(number, files[name]) for number, files in enumerate(self._saves) if name in files]
         return found[-1] if found else (0, self._first)
 
+    def info(self, name: str) -> TensorInfo:
+        """Type and shape of a tensor."""
+        return self._newest(name)[1].info(name)
+
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """A tensor after all incremental saves, or indices `first` to `last` (exclusive) of its first dimension."""
         full, file = self._newest(name)
@@ -48,7 +52,7 @@ class StateFiles:
         """Tensors of one full save with the same content: dense tensors of the last save, modules and id maps of all saves."""
         *before, last = self._saves
         names = [*last, *(name for each in before for name in each if name.startswith(("module/", "ids/")))]
-        return {name: self._newest(name)[1].info(name) for name in names if not name.endswith((AT, TO))}
+        return {name: self.info(name) for name in names if not name.endswith((AT, TO))}
 
 
 def patches(name: str, array: Tensor, width: int, before: Callable[[int, int], Tensor]) -> dict[str, Tensor]:
@@ -85,7 +89,11 @@ def _differing(
 
 def _apply_patch(file: TensorFile, name: str, out: Tensor, first: int) -> None:
     """Apply the patch of one save to the part of a flat array that begins at element `first`."""
-    at_P, width = file.read(name + AT), file.info(name + TO).shape[1]
+    at_P, lines = file.read(name + AT), file.info(name + TO)
+    fits = at_P.dtype in (torch.int32, torch.int64) and lines.dtype == out.dtype and len(lines.shape) == 2 and out.dim() == 1
+    if not fits or at_P.shape != lines.shape[:1] or not bool((at_P[1:] > at_P[:-1]).all()):
+        raise damaged(file.path, f"the changes of {name!r} do not fit it")
+    width = lines.shape[1]
     bounds = torch.tensor([first // width, -(-(first + out.numel()) // width)], dtype=at_P.dtype)
     begin, end = torch.searchsorted(at_P, bounds).tolist()
     to = file.read(name + TO, begin, end).view(-1)

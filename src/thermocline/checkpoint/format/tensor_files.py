@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thermocline.errors import FormatError, ThermoclineError
+from thermocline.errors import FormatError, ThermoclineError, open_regular
 
 from .manifest import FileEntry
 
@@ -149,7 +150,7 @@ class TensorFile:
     def __init__(self, path: Path, size: int | None = None) -> None:
         self.path = path
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+            self._file = open_regular(path)
         except FileNotFoundError:
             raise FormatError(
                 f"'{path}' is missing; copy the whole checkpoint folder again, or use another checkpoint", path=path
@@ -160,6 +161,7 @@ class TensorFile:
         length = int.from_bytes(self._file.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER, self._size - 8):
             raise damaged(path, f"the header claims {length} bytes and the file has {self._size}")
+        self._begin = 8 + length
         try:
             header = json.loads(self._file.read(length))
             self._header = {
@@ -167,9 +169,11 @@ class TensorFile:
                 for name, e in header.items()
                 if name[:2] != "__"
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            wrong = [name for name, entry in self._header.items() if not _is_inside(*entry, self._size - self._begin)]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(path, f"the header cannot be read ({error})") from None
-        self._begin = 8 + length
+        if wrong:
+            raise damaged(path, f"tensor {wrong[0][:100]!r} is not where its header says")
 
     def names(self) -> list[str]:
         return [name for name in self._header if not name.startswith(PADDING)]
@@ -189,6 +193,8 @@ class TensorFile:
         dtype, shape, _, _ = self._entry(name)
         if shape:
             shape = ((shape[0] if last is None else last) - first, *shape[1:])
+            if not 0 <= shape[0] <= self._entry(name)[1][0]:
+                raise damaged(self.path, f"tensor {name!r} has no indices {first} to {last}")
         out = torch.empty(shape, dtype=dtype)
         self.read_into(name, out, first)
         return out
@@ -199,7 +205,7 @@ class TensorFile:
         assert out.dtype == dtype and out.is_contiguous() and out.shape[1:] == shape[1:]
         each = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
         at = self._begin + begin + first * each
-        if at + out.numel() * dtype.itemsize > self._begin + end or self._begin + end > self._size:
+        if first < 0 or at + out.numel() * dtype.itemsize > self._begin + end:
             raise damaged(self.path, f"tensor {name!r} ends at byte {self._begin + end} of {self._size}")
         view = memoryview(bytes_of(out))  # type: ignore[arg-type]
         while len(view):
@@ -217,11 +223,18 @@ class TensorFile:
         self._file.close()
 
 
+def _is_inside(dtype: torch.dtype, shape: tuple[int, ...], begin: int, end: int, size: int) -> bool:
+    """Whether a tensor of this shape takes exactly bytes `begin` to `end` (exclusive) of `size`."""
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        return False
+    return end - begin == math.prod(shape) * dtype.itemsize and end <= size
+
+
 def sha256_of(path: Path) -> str:
     """The sha256 of a file."""
     digest = hashlib.sha256()
     buffer = bytearray(CHUNK)
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         while got := file.readinto(buffer):
             digest.update(memoryview(buffer)[:got])
     return digest.hexdigest()

@@ -8,7 +8,7 @@ small fields are serialized as a message, and rows follow their tags in one copy
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +26,7 @@ from .tensors import (
     RequestLimits,
     from_bytes,
     from_values,
+    read_timeout,
     refuse_count,
     refuse_unsupported,
 )
@@ -43,10 +44,10 @@ _CONTENTS = {
 }  # fmt: skip
 
 
-def parse(name: str, data: bytes) -> Any:
+def parse(name: str, data: bytes, message: Callable[[str], Any] = schema.message) -> Any:
     """The message `name` in `data`."""
     try:
-        return schema.message(name).FromString(data)
+        return message(name).FromString(data)
     except DecodeError as error:
         raise BadInput(f"the {len(data)} bytes of this request are not a {name}: {error}", parameter=name) from error
 
@@ -59,8 +60,10 @@ def read_request(data: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> InferRe
     if len(tensors) > limits.tensors or len(message.outputs) > limits.tensors:
         refuse_count("inputs", len(tensors), limits.tensors)
         refuse_count("outputs", len(message.outputs), limits.tensors)
+    timeout = math.inf
     if message.parameters:
         refuse_unsupported(message.parameters)
+        timeout = _timeout(message.parameters)
     if raw and len(raw) != len(tensors):
         words = f"{len(tensors)} inputs but {len(raw)} raw_input_contents; give as many, or none and typed contents"
         raise BadInput(words, parameter="raw_input_contents")
@@ -76,7 +79,13 @@ def read_request(data: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> InferRe
         if wanted.parameters:
             refuse_unsupported(wanted.parameters)
     outputs = tuple([wanted.name for wanted in message.outputs])
-    return InferRequest(message.model_name, message.model_version, message.id, inputs, outputs)
+    return InferRequest(message.model_name, message.model_version, message.id, inputs, outputs, timeout)
+
+
+def _timeout(parameters: Mapping[str, Any]) -> float:
+    """Seconds that a request may wait, from Triton's parameters, of which it has no other."""
+    given = {name: getattr(each, each.WhichOneof("parameter_choice") or "int64_param") for name, each in parameters.items()}
+    return read_timeout(given)
 
 
 def _from_contents(tensor: Any) -> Array:

@@ -27,6 +27,7 @@ from .tensors import (
     RequestLimits,
     from_bytes,
     from_values,
+    read_timeout,
     refuse_count,
     refuse_unsupported,
 )
@@ -72,19 +73,23 @@ def read_request(
     id = content.get("id", "")
     if not isinstance(id, str):
         raise BadInput("'id' must be a string", parameter="id")
-    return InferRequest(model, version, id, inputs, outputs), binary
+    return InferRequest(model, version, id, inputs, outputs, read_timeout(parameters)), binary
 
 
 def read_json(body: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> dict[str, Any]:
     """The JSON object in a body. Every value but the first follows one of three characters."""
     refuse_count("JSON values", sum(map(body.count, (b",", b"[", b"{"))), limits.values + limits.fields)
     try:
-        content = json.loads(body)
+        content = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"the body is not JSON: {str(error)[:100]}", parameter="body") from error
     if not isinstance(content, dict):
         raise BadInput("the body must be a JSON object", parameter="body")
     return content
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _read_input(tensor: object, rest: memoryview) -> tuple[str, Array, memoryview]:
@@ -163,4 +168,9 @@ def _numbers(array: Array) -> Iterator[str]:
 
 
 def _text(content: object) -> str:
-    return json.dumps(content, separators=(",", ":"))
+    """JSON, which has no NaN and no Infinity."""
+    try:
+        return json.dumps(content, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        words = 'the response has NaN or Infinity, which JSON cannot hold; ask for binary tensors ("binary_data_output": true)'
+        raise BadInput(words, parameter="outputs") from None

@@ -53,6 +53,7 @@ class InferRequest(NamedTuple):
     id: str
     inputs: dict[str, Array]
     outputs: tuple[str, ...]  # empty: all
+    timeout: float = math.inf  # seconds that it may wait in the queue
 
 
 def refuse_count(of: str, found: int, limit: int) -> None:
@@ -68,6 +69,17 @@ def refuse_unsupported(parameters: Mapping[str, Any]) -> None:
         if name in parameters:
             words = f"parameter {name!r} is not supported by this server; send the tensors with the request"
             raise BadInput(words, parameter=name)
+
+
+def read_timeout(parameters: Mapping[str, Any]) -> float:
+    """Triton's parameter `timeout`, in microseconds, as seconds; 0 or nothing: none. A `priority` other than 0 is refused."""
+    for name in ("timeout", "priority"):
+        if name in parameters and (type(parameters[name]) is not int or parameters[name] < 0):
+            raise BadInput(f"parameter {name!r} must be an integer of 0 or more", parameter=name)
+    if parameters.get("priority"):
+        words = "parameter 'priority' must be 0: requests are executed in the order of their arrival"
+        raise BadInput(words, parameter="priority", value=parameters["priority"])
+    return parameters["timeout"] / 1e6 if parameters.get("timeout") else math.inf
 
 
 def dtype_of(name: str, datatype: str) -> np.dtype[Any]:

@@ -26,11 +26,12 @@ from thermocline.serve.protocol.tensors import refuse_count
 
 from .config import Credentials, ServerLimits
 from .fast_path import look_up_rows
+from .grpc_standard import CHECK, HealthService, ReflectionService
 from .inference_service import NO_DEADLINE, InferenceService
 
 Method = Callable[[Any], "dict[str, Any] | Awaitable[dict[str, Any]]"]
-_PUBLIC = ("ServerLive", "ServerReady")  # without a token, for health probes
-_HEALTH = (*_PUBLIC, "ModelReady")
+_PUBLIC = (f"/{schema.SERVICE}/ServerLive", f"/{schema.SERVICE}/ServerReady", CHECK)  # without a token, for health probes
+_HEALTH = ("ServerLive", "ServerReady", "ModelReady")
 MAX_CONTROL_BYTES = 1 << 16  # of a request that holds no tensors
 
 
@@ -55,7 +56,7 @@ class GrpcService:
                 call.respond(len(response))
                 return response
             remaining = context.time_remaining()
-            result = await service.infer(request, served, NO_DEADLINE if remaining is None else received + remaining)
+            result = await service.infer(request, served, received, NO_DEADLINE if remaining is None else remaining)
             call.respond(sum(array.nbytes for array in result.outputs.values()))
             response = write_response(model, result.version, request.id, result.outputs)
         except Exception as error:
@@ -77,7 +78,7 @@ class GrpcService:
                 call.execute(len(data))
                 request = read_request(data, self._counts)
                 model = request.model
-                result = await service.infer(request, service.find(request))
+                result = await service.infer(request, service.find(request), received)
                 call.respond(sum(array.nbytes for array in result.outputs.values()))
                 response = write_streamed(write_response(model, result.version, request.id, result.outputs))
             except Exception as error:
@@ -104,6 +105,7 @@ class GrpcService:
             "ModelReady": self._model_ready,
             "ServerMetadata": lambda request: service.server_metadata(),
             "ModelMetadata": lambda request: service.model_metadata(request.name, request.version),
+            "ModelConfig": lambda request: {"config": service.model_config(request.name, request.version)},
             "ModelStatistics": lambda request: service.statistics(request.name, request.version),
             "RepositoryIndex": lambda request: {"models": service.repository.index(request.ready)},
             "RepositoryModelLoad": self._load,
@@ -176,7 +178,7 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         given = dict(call.invocation_metadata).get("authorization", "")
         given = given if isinstance(given, bytes) else given.encode()
-        if call.method.rsplit("/", 1)[-1] in _PUBLIC or hmac.compare_digest(given, self._expected):
+        if call.method in _PUBLIC or hmac.compare_digest(given, self._expected):
             return await continuation(call)
         return self._refusal
 
@@ -204,7 +206,9 @@ def make_server(service: InferenceService, limits: ServerLimits, credentials: Cr
     interceptors = [_TokenInterceptor(credentials.token)] if credentials.token else []
     # maximum_concurrent_rpcs costs a tenth of the server's throughput; the batcher bounds the queue instead.
     server = grpc.aio.server(interceptors=interceptors, options=options)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(schema.SERVICE, GrpcService(service).methods()),))
+    own = grpc.method_handlers_generic_handler(schema.SERVICE, GrpcService(service).methods())
+    reflection = [ReflectionService(service, name).handlers() for name in schema.REFLECTION]
+    server.add_generic_rpc_handlers((own, HealthService(service).handlers(), *reflection))
     return server
 
 

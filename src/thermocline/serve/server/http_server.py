@@ -125,6 +125,7 @@ class HttpServer:
         }
         for under in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             get[under] = lambda request: _json_response(service.model_metadata(*model(request)))
+            get[f"{under}/config"] = lambda request: _json_response(service.model_config(*model(request)))
             get[f"{under}/ready"] = lambda request: web.Response(status=200 if service.model_ready(*model(request)) else 503)
             get[f"{under}/stats"] = lambda request: _json_response(service.statistics(*model(request)))
             post[f"{under}/infer"] = self._infer
@@ -140,7 +141,7 @@ class HttpServer:
             received = perf_counter()
             length = json_length(body, request.headers.get(HEADER_LENGTH))
             parsed, binary = await self._run(length > LOOP_BYTES, read_request, model, version, body, length, counts)
-            result = await service.infer(parsed, service.find(parsed))
+            result = await service.infer(parsed, service.find(parsed), received)
             numbers = json_numbers(result.outputs, binary, counts.values)
             take(NUMBER_BYTES * numbers + sum(array.nbytes for array in result.outputs.values()))
             written = (model, result.version, parsed.id, result.outputs, binary)

@@ -20,7 +20,7 @@ from .metrics import LatencyHistogram, ServerMetrics
 from .model_repository import ModelRepository, ServedVersion
 
 NAME = "thermocline"
-EXTENSIONS = ("binary_tensor_data", "model_repository", "statistics")
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
 NO_DEADLINE = math.inf
 MAX_MESSAGE = 800  # characters of an error: gRPC sends it in a header, whose size clients limit
 _DURATIONS = {"success": "all", "queue": "queue", "compute_input": "read", "compute_infer": "infer", "compute_output": "write"}
@@ -75,8 +75,14 @@ class InferenceService:
         self._check_not_draining()
         return self.repository.served(request.model, request.version)
 
-    async def infer(self, request: InferRequest, served: ServedVersion, deadline: float = NO_DEADLINE) -> InferResult:
-        """Execute a request, at once if its model is idle, else in a batch."""
+    async def infer(
+        self, request: InferRequest, served: ServedVersion, received: float, remaining: float = NO_DEADLINE
+    ) -> InferResult:  # fmt: skip
+        """Execute a request, at once if its model is idle, else in a batch.
+
+        It may wait for the `remaining` seconds of its call, and for its own timeout, from when it was received.
+        """
+        deadline = received + min(remaining, request.timeout)
         ids = served.signature.check(request.inputs, request.outputs, self.limits.ids)
         queued, batcher = QueuedRequest(request.inputs, ids, deadline), served.batcher
         if batcher.is_idle(ids):
@@ -130,6 +136,19 @@ class InferenceService:
         )
         return {"name": name, "versions": [served.version], "platform": NAME, "inputs": inputs, "outputs": outputs}
 
+    def model_config(self, name: str, version: str) -> dict[str, Any]:
+        """ModelConfig of the model configuration extension, as much as clients need. Models do not batch by a dimension."""
+        served = self.repository.served(name, version)
+        inputs, outputs = (
+            [{"name": each.name, "data_type": f"TYPE_{each.datatype}", "dims": list(each.shape)} for each in listed]
+            for listed in (served.model.inputs, served.model.outputs)
+        )
+        for fields, each in zip(inputs, served.model.inputs, strict=True):
+            fields["optional"] = each.optional
+        return {
+            "name": name, "platform": NAME, "backend": NAME, "max_batch_size": 0, "input": inputs, "output": outputs
+        }  # fmt: skip
+
     def model_ready(self, name: str, version: str) -> bool:
         """Whether a model is served and all of its shards are up. Raises `UnknownModel`."""
         if self.repository.draining:
@@ -174,10 +193,15 @@ def _version_of(config: str | None) -> str:
     if not config:
         return ""
     try:
-        policy = json.loads(config).get("version_policy") or {}
-        versions = (policy.get("specific") or {}).get("versions") or []
-        (version,) = versions or [""]
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        words = 'config may hold {"version_policy": {"specific": {"versions": [N]}}} with one N, and nothing else'
-        raise BadInput(words, parameter="config") from error
+        given = json.loads(config)
+        policy = given.pop("version_policy", None) or {"latest": {"num_versions": 1}}
+        ((kind, fields),) = policy.items()
+        if kind == "latest" and fields in ({}, {"num_versions": 1}) and not given:
+            return ""
+        (version,) = fields["versions"] if kind == "specific" and not given else ()
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        words = (
+            'config may hold {"version_policy": POLICY} with {"latest": {"num_versions": 1}} or {"specific": {"versions": [N]}}'
+        )
+        raise BadInput(f"{words}: a model is served in one version at a time", parameter="config") from error
     return str(version)

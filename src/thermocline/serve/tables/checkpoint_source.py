@@ -36,6 +36,7 @@ class CheckpointSource:
 
     def __init__(self, folder: Path | str) -> None:
         self.checkpoint = Checkpoint.open(folder)
+        self.checkpoint.check_rows()
         manifest = self.checkpoint.manifest
         formats = [format_of(t.precisions[0]) if len(t.precisions) == 1 else F.FP32 for t in manifest.tables]
         served = zip(manifest.tables, formats, strict=True)
