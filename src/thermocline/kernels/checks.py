@@ -136,6 +136,24 @@ def check_bags(features: int, device: torch.device, ids_N: Tensor, offsets: Tens
         raise BadInput(message, parameter="offsets", value=0, position=0)
 
 
+def check_tokens(tokens_BL: Tensor, device: torch.device, longest: int) -> None:
+    """Check shape, type and device of tokens, and that the longest n-gram fits into a sequence."""
+    if tokens_BL.dtype not in _INTS:
+        message = f"tokens are {tokens_BL.dtype}; use {' or '.join(str(k) for k in _INTS)}"
+        raise BadInput(message, parameter="tokens", value=tokens_BL.dtype)
+    if tokens_BL.dim() != 2:
+        raise BadInput(f"tokens are {tokens_BL.dim()}-D; use [batch, length]", parameter="tokens", value=tokens_BL.dim())
+    if tokens_BL.shape[1] < longest:
+        raise BadInput(
+            f"sequences have {tokens_BL.shape[1]} tokens, and the longest n-gram has {longest}; give the tokens before (of a "
+            "decoded sequence the last ones), or pad on the left with an excluded token",
+            parameter="tokens", value=tokens_BL.shape[1], needed=longest,
+        )  # fmt: skip
+    if tokens_BL.device != device:
+        message = f"tokens are on {tokens_BL.device} but the table on {device}; move them with .to({str(device)!r})"
+        raise BadInput(message, parameter="tokens", value=tokens_BL.device)
+
+
 def _check_flat(name: str, tensor: Tensor, kinds: tuple[torch.dtype, ...], device: torch.device) -> None:
     if tensor.dtype not in kinds:
         message = f"{name} are {tensor.dtype}; use {' or '.join(str(k) for k in kinds)}"

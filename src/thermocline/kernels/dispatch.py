@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -9,7 +10,7 @@ from types import ModuleType
 from torch import Tensor
 
 from .arguments import LookupCall, OptimizerArrays, RowArrays
-from .checks import check_arrays, check_bags, check_codes, check_gradient, check_lookup, check_rows, check_values
+from .checks import check_arrays, check_bags, check_codes, check_gradient, check_lookup, check_rows, check_tokens, check_values
 from .layout import Layout
 
 _OF_DEVICE = {"cpu": "cpu", "cuda": "gpu"}
@@ -48,6 +49,16 @@ def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, off
     check_bags(fields_FM.shape[0], fields_FM.device, ids_N, offsets)
     rows_N: Tensor = implementation_for("ids", fields_FM).map_ids(fields_FM, words, counts, ids_N, offsets)
     return rows_N
+
+
+def ngram_rows(
+    keys_S: Tensor, excluded_X: Tensor, tokens_BL: Tensor, orders: Sequence[int], vocabulary: int, part: int
+) -> Tensor:
+    """Rows [batch, length, slots] (int64) of the n-grams that end at each token."""
+    check_tokens(tokens_BL, keys_S.device, max(orders))
+    implementation = implementation_for("ngrams", keys_S)
+    rows_BLS: Tensor = implementation.ngram_rows(keys_S, excluded_X, tokens_BL, orders, vocabulary, part)
+    return rows_BLS
 
 
 def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:

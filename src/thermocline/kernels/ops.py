@@ -10,7 +10,7 @@ that CUDA graphs of torch.compile would copy, so they are tagged to stay outside
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -26,6 +26,7 @@ from .arguments import LookupCall, OptimizerArrays, RowArrays
 from .checks import check_arrays, check_lookup
 from .ids.fields import VERSION
 from .layout import Cache, Layout, output_shape, parse, winners_shape
+from .ngrams.reference import VERSION as NGRAMS_VERSION
 
 _LIBRARY = torch.library.Library("thermocline", "DEF")
 _OPS = torch.ops.thermocline
@@ -43,6 +44,8 @@ _SCHEMAS = {
     "Tensor(d!) hyper, Tensor(e!) clock, Tensor ids, Tensor offsets, Tensor? weights, Tensor winners, Tensor grad, str spec, "
     "int pooling, int optimizer, bool stochastic) -> ()",
     "map_ids": "(Tensor fields, Tensor words, Tensor counts, Tensor ids, Tensor offsets, int version) -> Tensor",
+    "ngram_rows": "(Tensor keys, Tensor excluded, Tensor tokens, int[] orders, int vocabulary, int part, int version) "
+    "-> Tensor",
 }
 # "pooling", not "mode": torch._higher_order_ops.auto_functionalize has an argument of that name.
 for _name, _schema in _SCHEMAS.items():
@@ -103,6 +106,16 @@ def map_ids_anywhere(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor,
     if _is_eager(fields) and _is_eager(ids):
         return D.map_ids(fields, words, counts, ids, offsets)
     rows: Tensor = _OPS.map_ids.default(fields, words, counts, ids, offsets, VERSION)
+    return rows
+
+
+def ngram_rows_anywhere(
+    keys: Tensor, excluded: Tensor, tokens: Tensor, orders: Sequence[int], vocabulary: int, part: int
+) -> Tensor:
+    """Rows of the n-grams that end at each token: eagerly where possible, else through the operator."""
+    if _is_eager(keys) and _is_eager(tokens):
+        return D.ngram_rows(keys, excluded, tokens, orders, vocabulary, part)
+    rows: Tensor = _OPS.ngram_rows.default(keys, excluded, tokens, orders, vocabulary, part, NGRAMS_VERSION)
     return rows
 
 
@@ -278,6 +291,14 @@ def _op_map_ids(fields: Tensor, words: Tensor, counts: Tensor, ids: Tensor, offs
     return D.map_ids(fields, words, counts, ids, offsets)
 
 
+@_implement
+def _op_ngram_rows(
+    keys: Tensor, excluded: Tensor, tokens: Tensor, orders: list[int], vocabulary: int, part: int, version: int
+) -> Tensor:
+    assert version == NGRAMS_VERSION
+    return D.ngram_rows(keys, excluded, tokens, orders, vocabulary, part)
+
+
 # -- shapes without data ----------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +315,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "hand_over": lambda *_: None,
     "weight_gradient": lambda codes, meta, cache, fields, ids, *_: fields.new_empty(ids.shape, dtype=torch.float32),
     "update_bags": lambda *_: None,
+    "ngram_rows": lambda keys, excluded, tokens, *_: tokens.new_empty((*tokens.shape, *keys.shape), dtype=torch.int64),
     "map_ids": lambda fields, words, counts, ids, *_: ids.new_empty(ids.shape, dtype=torch.int64),
 }
 for _name, _function in _FAKES.items():

@@ -4,6 +4,7 @@
 
     Embedding, EmbeddingBag      drop-in `torch.nn` modules with one table
     EmbeddingCollection, Table   many tables in one module; `unify` makes one table of several
+    NGramEmbedding, NGramHash    memory table of a language model: hashed n-grams, and their map from tokens to rows
     RowConfig                    how rows are stored and trained
     convert_, from_torchrec      modules of an existing model; `KeyedCollection` keeps TorchRec's input and output
     revert_                      torch's modules back
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING
 from thermocline._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from thermocline.ids.ngram_hash import NGramHash
+
     from .collection import EmbeddingCollection, Table, unify
     from .config import RowConfig
     from .conversion_report import ConversionReport, ConvertedTable
@@ -24,14 +27,15 @@ if TYPE_CHECKING:
     from .embedding import Embedding, EmbeddingBag
     from .inputs import Pooled, Unpooled
     from .interop.torchrec import KeyedCollection, from_torchrec, to_torchrec
+    from .language.ngram_embedding import NGramEmbedding
     from .optimizer import FusedOptimizer
     from .prefetch import PrefetchedInput
     from .rows_module import fused_optimizer
 
 __all__ = [
     "ConversionReport", "ConvertedTable", "Embedding", "EmbeddingBag", "EmbeddingCollection", "FusedOptimizer",
-    "KeyedCollection", "Pooled", "PrefetchedInput", "RowConfig", "Table", "Unpooled", "convert_", "from_torchrec",
-    "fused_optimizer", "revert_", "to_torchrec", "unify",
+    "KeyedCollection", "NGramEmbedding", "NGramHash", "Pooled", "PrefetchedInput", "RowConfig", "Table", "Unpooled",
+    "convert_", "from_torchrec", "fused_optimizer", "revert_", "to_torchrec", "unify",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -61,6 +61,7 @@ class RowsModule(nn.Module):
     """Base of the modules: rows of one or more tables, trained in place."""
 
     placeholder: PlaceholderParameter
+    follows_autocast = False  # whether the output has the type of autocast; torch's modules do not
     prefetch_request: Callable[..., PrefetchRequest]  # takes the arguments of forward
 
     def __init__(
@@ -116,6 +117,8 @@ class RowsModule(nn.Module):
         """
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
         trains = self._trains()
+        if self.follows_autocast and torch.is_autocast_enabled(arena.device.type):
+            dtype = torch.get_autocast_dtype(arena.device.type)
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
         try:
             rows = ids if maps is None else maps(ids, offsets)

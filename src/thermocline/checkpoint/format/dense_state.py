@@ -55,17 +55,20 @@ def load_dense(model: nn.Module, saved: Mapping[str, Tensor], strict: bool = Tru
     Returns the names that only the model has, and those that only the checkpoint has: none if `strict`.
     """
     here = dense_tensors(model)
-    for name in _not_in_old_checkpoints(model) - saved.keys():
+    for name in _listed(model, "not_in_old_checkpoints") - saved.keys():
         here.pop(name, None)
     missing, unknown = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
     wrong = [n for n in here if n in saved and here[n].shape != saved[n].shape]
-    if wrong or (strict and (missing or unknown)):
+    texts = _listed(model, "saved_texts")
+    other = [n for n in here if n in saved and n in texts and n not in wrong and not torch.equal(here[n].cpu(), saved[n].cpu())]
+    if wrong or other or (strict and (missing or unknown)):
         kinds = {"missing in the checkpoint": missing, "missing in the model": unknown, "of another shape": wrong}
+        kinds |= {"of another value": other}
         differences = "; ".join(f"{what}: {', '.join(names[:3])}" for what, names in kinds.items() if names)
         raise BadInput(
             f"dense parameters of the checkpoint do not fit the model ({differences}); build the model that was saved, or load "
             "with strict=False what has the same names and shapes",
-            missing=missing, unknown=unknown, wrong_shape=wrong,
+            missing=missing, unknown=unknown, wrong_shape=wrong, wrong_value=other,
         )  # fmt: skip
     with torch.no_grad():
         for name, tensor in ((name, tensor) for name, tensor in here.items() if name in saved):
@@ -76,9 +79,9 @@ def load_dense(model: nn.Module, saved: Mapping[str, Tensor], strict: bool = Tru
     return missing, unknown
 
 
-def _not_in_old_checkpoints(model: nn.Module) -> set[str]:
-    """Buffers that older checkpoints lack (`not_in_old_checkpoints` of their modules)."""
-    known = ((name, each) for name, part in model.named_modules() for each in getattr(part, "not_in_old_checkpoints", ()))
+def _listed(model: nn.Module, attribute: str) -> set[str]:
+    """Tensors that modules list: those that older checkpoints lack, and texts that must equal the saved ones."""
+    known = ((name, each) for name, part in model.named_modules() for each in getattr(part, attribute, ()))
     return {_unwrapped(model, f"{name}.{each}" if name else each) for name, each in known}
 
 

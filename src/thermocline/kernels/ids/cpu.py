@@ -21,13 +21,18 @@ _27, _30, _31, _32, _LOW = np.uint64(27), np.uint64(30), np.uint64(31), np.uint6
 
 
 @helper
-def _hashed(id, key, rows):
-    """Row of a hashed id."""
+def mixed(id, key):
+    """64 bits of an id."""
     z = (np.uint64(id) ^ np.uint64(key)) * _GOLDEN
     z = (z ^ (z >> _30)) * _MIX1
     z = (z ^ (z >> _27)) * _MIX2
-    z = z ^ (z >> _31)
-    n = np.uint64(rows)
+    return z ^ (z >> _31)
+
+
+@helper
+def hashed(id, key, rows):
+    """Row of a hashed id."""
+    z, n = mixed(id, key), np.uint64(rows)
     a, b, c, d = z >> _32, z & _LOW, n >> _32, n & _LOW
     middle = a * d + ((b * d) >> _32)
     return np.int64(a * c + (middle >> _32) + ((b * c + (middle & _LOW)) >> _32))
@@ -56,7 +61,7 @@ def _start(field, ids, rows, first, last):
     start, limit, key = get_i64(field, M.START), get_i64(field, M.START_ROWS), get_i64(field, M.START_KEY)
     if start == M.HASHED:
         for i in range(first, last):
-            put_i64(rows, i, _hashed(get_i64(ids, i), key, limit))
+            put_i64(rows, i, hashed(get_i64(ids, i), key, limit))
         return np.int64(-1)
     for i in range(first, last):
         id = get_i64(ids, i)
@@ -101,7 +106,7 @@ def _keep(field, words, counts, rows, places, first, last):
             if count == 0 or get_i64(words, rank) != id:
                 rank = np.int64(-1)
         if rank < 0:
-            rank = count + _hashed(id, key, others)
+            rank = count + hashed(id, key, others)
         put_i64(rows, i, rank)
 
 

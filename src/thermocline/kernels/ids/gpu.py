@@ -26,12 +26,18 @@ _ALL, _SORTED = tl.constexpr(M.ALL), tl.constexpr(M.SORTED)
 
 
 @triton.jit
-def _hashed(id_T, key, rows):
-    """Rows of hashed ids."""
+def mixed(id_T, key):
+    """64 bits of each id."""
     z = (id_T ^ key).to(tl.uint64) * _GOLDEN
     z = (z ^ (z >> 30)) * _MIX1
     z = (z ^ (z >> 27)) * _MIX2
-    z = z ^ (z >> 31)
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def hashed(id_T, key, rows):
+    """Rows of hashed ids."""
+    z = mixed(id_T, key)
     return tl.umulhi(z, tl.zeros_like(z) + rows.to(tl.uint64)).to(tl.int64)
 
 
@@ -92,7 +98,7 @@ def _map(
     start, limit = tl.load(field + _START), tl.load(field + _START_ROWS)
     bad_T = mask_T & (start == _WITHIN) & ((row_T < 0) | (row_T >= limit))
     if start == _HASHED:
-        row_T = _hashed(row_T, tl.load(field + _START_KEY), limit)
+        row_T = hashed(row_T, tl.load(field + _START_KEY), limit)
     kept = tl.load(field + _KEPT)
     if kept != _ALL:
         count = tl.load(field + _KEPT_COUNT)
@@ -102,7 +108,7 @@ def _map(
         else:
             counts += tl.load(field + _BLOCK)
             kept_T, rank_T = rank_in_bitmap(words, counts, tl.load(field + _LOW), tl.load(field + _HIGH), row_T, mask_T)
-        other_T = count + _hashed(row_T, tl.load(field + _OTHERS_KEY), tl.load(field + _OTHERS))
+        other_T = count + hashed(row_T, tl.load(field + _OTHERS_KEY), tl.load(field + _OTHERS))
         row_T = tl.where(kept_T, rank_T, other_T)
     tl.store(rows + at_T, tl.where(bad_T, -1, row_T + tl.load(field + _FIRST)), mask=mask_T)
     check_ids(ids, fields, feature, limit, tl.where(bad_T, at_T, NO_POSITION), flag, record)

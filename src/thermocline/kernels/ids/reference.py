@@ -34,7 +34,7 @@ def splitmix64(z: Tensor) -> Tensor:
     return z ^ right(z, 31)
 
 
-def hash_ids(ids_N: Tensor, key: int) -> Tensor:
+def hash_ids(ids_N: Tensor, key: int | Tensor) -> Tensor:
     """64 bits for each id, another for every other id."""
     return splitmix64((ids_N ^ key) * signed(M.GOLDEN))
 

@@ -1,4 +1,4 @@
-"""The check of maps from ids to rows: one feature of every kind, with fields written by hand."""
+"""The checks of maps from ids to rows, one feature of every kind with fields written by hand, and of rows of n-grams."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids import reference
 from thermocline.kernels.ids.bitmap import count_ones
+from thermocline.kernels.ngrams import reference as ngrams_reference
 
 from .checks import CheckResult, Implementation, check, same_bits
 
@@ -51,3 +52,15 @@ def map_ids(ours: Implementation, batch: int) -> CheckResult:
     rows_N = ours.of("ids").map_ids(*(t.to(ours.device) for t in (*maps, ids_N, offsets)))
     ours.settle(rows_N)
     return same_bits(("rows", rows_N, reference.map_ids(*maps, ids_N, offsets)))
+
+
+@check("n-gram rows", "reference", lambda batch: "two orders, three heads")
+def ngram_rows(ours: Implementation, batch: int) -> CheckResult:
+    """Rows of n-grams of two orders, between excluded tokens."""
+    generator = torch.Generator().manual_seed(batch)
+    keys_S = torch.randint(-(1 << 63), (1 << 63) - 1, (6,), generator=generator)
+    tokens_BL, excluded_X = torch.randint(0, 50, (batch, 9), generator=generator), torch.tensor([3, 40])
+    how = ((2, 3), 50, (1 << 40) - 5)
+    rows_BLS = ours.of("ngrams").ngram_rows(*(t.to(ours.device) for t in (keys_S, excluded_X, tokens_BL)), *how)
+    ours.settle(rows_BLS)
+    return same_bits(("rows", rows_BLS, ngrams_reference.ngram_rows(keys_S, excluded_X, tokens_BL, *how)))

@@ -15,7 +15,7 @@ from thermocline.errors import BadInput
 from . import checks as C
 from .cases import CaseTable, VerifyCase
 from .checks import Check, CheckResult, Implementation
-from .id_maps import map_ids
+from .id_maps import map_ids, ngram_rows
 
 ReportProgress = Callable[[int, int, str], None]
 
@@ -102,7 +102,7 @@ def _all_checks() -> list[Check]:
     checks += [C.cache(format, 48, policy) for format in (F.FP8, F.INT8, F.INT4, F.INT2) for policy in range(len(F.POLICIES))]
     with_int8 = ((F.INT4, 48, F.LFU), (F.INT2, 100, F.LRU), (F.INT4, 3, F.ADAPTIVE))
     checks += [C.cache(*case, 6) for case in with_int8]
-    return [*checks, map_ids(5000), *_bad_input(ONE_KIND)]
+    return [*checks, map_ids(5000), ngram_rows(5000), *_bad_input(ONE_KIND)]
 
 
 def _gpu_checks() -> list[Check]:
@@ -120,7 +120,7 @@ def _gpu_checks() -> list[Check]:
     checks += [C.rounding(format, _dim(format), 20_000) for format in (F.BF16, F.INT8)]
     checks += [C.cache(F.INT8, 48, F.LFU), C.cache(F.INT4, 100, F.ADAPTIVE), C.cache(F.INT8, 48, F.LRU)]
     checks += [C.cache(F.INT4, 48, F.LFU, 6), C.cache(F.INT2, 100, F.ADAPTIVE, 6)]
-    return [*checks, map_ids(5000), *_bad_input(ONE_KIND)]
+    return [*checks, map_ids(5000), ngram_rows(5000), *_bad_input(ONE_KIND)]
 
 
 def _few_checks() -> list[Check]:
@@ -135,7 +135,7 @@ def _few_checks() -> list[Check]:
     checks += [C.update_rows(TINY_ONE, optimizer, True) for optimizer in range(4)]
     checks += [C.update_bags(TINY_ONE, F.ROWWISE_ADAGRAD, "mean")]
     checks += [C.rounding(F.INT8, 48, 300), C.cache(F.INT4, 5, F.LFU), C.cache(F.INT2, 5, F.LFU, 6)]
-    return [*checks, map_ids(20), *_bad_input(TINY_ONE)]
+    return [*checks, map_ids(20), ngram_rows(20), *_bad_input(TINY_ONE)]
 
 
 def _dim(format: int) -> int:
