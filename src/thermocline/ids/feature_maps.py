@@ -11,6 +11,7 @@ from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids.reference import signed
 from thermocline.kernels.ops import map_ids_anywhere
 
+from .elastic import ElasticRows
 from .idmap import IdMap, RowRange, SaltedHash
 from .kept_ids import KeptIds
 
@@ -58,10 +59,16 @@ def _fields(each: IdMap | None, place: tuple[int, int]) -> list[int]:
         field[M.START], field[M.START_ROWS] = M.WITHIN, each.start.rows
     elif isinstance(each.start, SaltedHash):
         field[M.START], field[M.START_ROWS], field[M.START_KEY] = M.HASHED, each.start.rows, signed(each.start.key)
+    elif isinstance(each.start, ElasticRows):
+        field[M.START], field[M.START_ROWS], field[M.START_KEY] = (
+            M.HASHED,
+            each.start.shared,
+            signed(SaltedHash(1, each.start.salt).key),
+        )
     if each.kept is not None and each.others is not None:
         field[M.KEPT] = M.BITMAP if each.kept.form == "bitmap" else M.SORTED
         field[M.KEPT_COUNT], field[M.LOW], field[M.HIGH] = each.kept.count, each.kept.low, each.kept.high
         field[M.PLACE], field[M.BLOCK] = place
         field[M.OTHERS], field[M.OTHERS_KEY] = each.others.rows, signed(each.others.key)
-    field[M.FIRST] = each.first
+    field[M.FIRST] = each.first + (each.start.own if isinstance(each.start, ElasticRows) else 0)
     return field
