@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -284,3 +284,8 @@ class KeyTable:
     def shared_values(self, dim: int) -> Tensor:
         """Values with which shared rows begin."""
         return initial_rows(torch.arange(self.policy.shared), self.rules.key ^ _SHARED_KEY, dim, self.policy.bound)
+
+
+def refuse_elastic(where: str, way: str, **fields: object) -> NoReturn:
+    """Raise for a combination that elastic ids do not have yet."""
+    raise BadInput(f"elastic ids do not work {where} yet; {way}, or use IdMap.hashed", parameter="ids", **fields)

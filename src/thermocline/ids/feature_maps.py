@@ -11,7 +11,7 @@ from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids.reference import signed
 from thermocline.kernels.ops import map_ids_anywhere
 
-from .elastic import ElasticRows
+from .elastic import ElasticRows, refuse_elastic
 from .idmap import IdMap, RowRange, SaltedHash
 from .kept_ids import KeptIds
 
@@ -19,12 +19,16 @@ from .kept_ids import KeptIds
 class IdMaps:
     """One map for each feature; None leaves ids as they are. Features that keep the same ids share one array."""
 
+    elastic = False  # whether ids come and go, which needs key tables (`nn/id_maps.py`)
+
     def __init__(self, maps: Sequence[IdMap | None], device: torch.device | str) -> None:
         fields: list[list[int]] = []
         words: list[Tensor] = []
         counts: list[Tensor] = []
         places: dict[KeptIds, tuple[int, int]] = {}
         for each in maps:
+            if each is not None and each.is_elastic and not self.elastic:
+                refuse_elastic(f"outside of the module that trains them ({each})", "pass raw ids to the module")
             kept = None if each is None else each.kept
             if kept is not None and kept not in places:
                 if gap := -sum(map(len, words)) % M.BLOCK_WORDS:

@@ -154,7 +154,7 @@ class IdMap:
 
     def prune(self, kept: KeptIds | Tensor | NDArray[Any] | Iterable[int], fallback: int = 1, salt: int = 0) -> IdMap:
         """Apply this map, then `pruned`."""
-        if self.kept is not None or self.first or isinstance(self.start, ElasticRows):
+        if self.kept is not None or self.first or self.is_elastic:
             raise BadInput(f"this map is {self}; prune once, and before an offset", parameter="kept")
         return replace(self.pruned(kept, fallback, salt), start=self.start)
 
@@ -187,11 +187,13 @@ class IdMap:
         """Whether ids are rows, unchanged."""
         return isinstance(self.start, RowRange) and self.kept is None and self.first == 0
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether ids come and go."""
+        return isinstance(self.start, ElasticRows)
+
     def __call__(self, ids: Tensor) -> Tensor:
         """Rows of ids, with the same shape and device."""
-        if isinstance(self.start, ElasticRows):
-            message = f"{self} has no ids of its own: the module that trains it has; use module.elastic().rows_of(ids)"
-            raise BadInput(message, parameter="ids", value=str(self))
         from .feature_maps import IdMaps
 
         offsets = torch.tensor([0, ids.numel()], device=ids.device)

@@ -21,7 +21,7 @@ from thermocline.rows.training import lookup
 from .backward_pass import trained_weight
 from .config import AUTO, DEFAULT_CACHE, RowConfig, TableRequest, TorchArguments, check_rows, read_torch_arguments
 from .heat_profile import Heat, counts_of_one, read_heat
-from .id_maps import FeatureMaps, check_map, is_elastic
+from .id_maps import FeatureMaps, check_map
 from .inputs import check_integers, check_is_tensor, read_jagged
 from .prefetch import PrefetchedInput, PrefetchRequest
 from .read_only import ReadOnlyWeight, refuse_assignment
@@ -44,12 +44,12 @@ class _SingleTable(RowsModule):
         shape = check_sizes("table", *shape)
         if ids is not None:
             check_map(ids, shape[0], "table", "input")
-            if padding_idx is not None and not is_elastic(ids):
+            if padding_idx is not None and not ids.is_elastic:
                 message = f"padding_idx is {padding_idx} and ids {ids}; padding_idx is a row: map ids before the module"
                 raise BadInput(message, parameter="padding_idx", value=padding_idx)
         super().__init__([TableRequest(*shape, rows.precision)], [0], rows, device, dtype)
         self.num_embeddings, self.embedding_dim = shape
-        self.padding_idx = padding_idx if is_elastic(ids) else _row_of_padding(padding_idx, shape[0])
+        self.padding_idx = padding_idx if ids is not None and ids.is_elastic else _row_of_padding(padding_idx, shape[0])
         self.ids = IdMap.identity(shape[0]) if ids is None else ids
         self.maps = FeatureMaps.needed(["input"], [ids], [shape[0]], self.arena.device)
         self.reset_parameters()
@@ -306,7 +306,7 @@ class Embedding(_SingleTable):
             kept = kept_N.nonzero()[:, 0]
             padding_1 = torch.full((1,), self.padding_idx, dtype=torch.int64, device=ids_N.device)
             ends_2 = torch.arange(2, device=ids_N.device)
-            if is_elastic(self.ids):
+            if self.ids.is_elastic:
                 padding_1D = torch.zeros(1, self.embedding_dim, dtype=self.dtype)
             else:
                 padding_1D = lookup(self.arena, padding_1, ends_2, mode="none").to(self.dtype)

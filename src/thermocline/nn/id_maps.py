@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from thermocline.errors import BadInput, IdOutOfRange
-from thermocline.ids.elastic import ElasticRows, Evicted, KeyTable, Moved
+from thermocline.ids.elastic import ElasticRows, Evicted, KeyTable, Moved, refuse_elastic
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap, RowRange, SaltedHash
 
@@ -41,14 +41,8 @@ def check_map(map: IdMap, rows: int, table: str, feature: str) -> None:
         )  # fmt: skip
 
 
-def is_elastic(map: IdMap | None) -> bool:
-    return map is not None and isinstance(map.start, ElasticRows)
-
-
 class FeatureMaps(IdMaps):
     """The id maps of a module's features, by name."""
-
-    elastic = False  # whether ids come and go
 
     def __init__(self, features: Sequence[str], maps: Sequence[IdMap], device: torch.device) -> None:
         super().__init__(maps, device)
@@ -62,7 +56,7 @@ class FeatureMaps(IdMaps):
         """The maps, or None where all are identities over all rows of their tables; `tables`: that of each feature."""
         full = [IdMap.identity(count) for count in rows]
         known = [own if map is None else map for map, own in zip(maps, full, strict=True)]
-        if any(map(is_elastic, known)):
+        if any(each.is_elastic for each in known):
             return ElasticMaps(features, known, tables, device)
         return None if known == full else cls(features, known, device)
 
@@ -108,9 +102,9 @@ class ElasticMaps(FeatureMaps):
         _check_shared(features, maps, tables)
         refuse_device(device)
         super().__init__(features, maps, device)
-        self.places = sorted({(t, map.first) for t, map in zip(tables, maps, strict=True) if is_elastic(map)})
+        self.places = sorted({(t, map.first) for t, map in zip(tables, maps, strict=True) if map.is_elastic})
         self.users = [
-            [f for f, map in enumerate(maps) if is_elastic(map) and (tables[f], map.first) == place] for place in self.places
+            [f for f, map in enumerate(maps) if map.is_elastic and (tables[f], map.first) == place] for place in self.places
         ]
         self.keys: list[KeyTable] = []
         for users in self.users:
@@ -253,16 +247,11 @@ def refuse_device(device: torch.device) -> None:
         refuse_elastic(f"on {device.type}", "train on device='cpu'", device=device)
 
 
-def refuse_elastic(where: str, way: str, **fields: object) -> NoReturn:
-    """Raise for a combination that elastic ids do not have yet."""
-    raise BadInput(f"elastic ids do not work {where} yet; {way}, or use IdMap.hashed", parameter="ids", **fields)
-
-
 def _check_shared(features: Sequence[str], maps: Sequence[IdMap], tables: Sequence[int]) -> None:
     """Raise if features share rows of a table by different rules, of which one is elastic."""
     for (f, a), (g, b) in combinations(enumerate(maps), 2):
         apart = a.first >= b.rows or b.first >= a.rows
-        if tables[f] == tables[g] and a != b and not apart and (is_elastic(a) or is_elastic(b)):
+        if tables[f] == tables[g] and a != b and not apart and (a.is_elastic or b.is_elastic):
             message = (
                 f"features {features[f]!r} and {features[g]!r} share rows of a table by different id maps, {a} and {b}; "
                 "elastic rows need the same map for all features, or tables of their own"
