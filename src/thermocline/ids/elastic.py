@@ -20,7 +20,7 @@ from thermocline.errors import BadInput
 from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.elastic import fields as K
 from thermocline.kernels.elastic.fields import KeyArrays, KeyRules
-from thermocline.kernels.elastic.reference import as_bytes, bucket_of, initial_rows, placing_order, score
+from thermocline.kernels.elastic.reference import as_bytes, bucket_of, placing_order, score
 from thermocline.kernels.ids.reference import hash_ids, signed
 
 EVICTIONS = ("lfu", "lru")
@@ -33,8 +33,8 @@ _COUNTS = (
 )  # fmt: skip
 (
     ADMITTED, EVICTED, EXPIRED, REFUSED, DROPPED, LOOKUPS, SHARED, EVAL_LOOKUPS, EVAL_SHARED, WAITING, STEPS,
-    BARRIER, WINDOW, LAST_EVICTION,
-) = range(14)  # fmt: skip
+    BARRIER, WINDOW,
+) = range(13)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,22 @@ class Moved(NamedTuple):
     left_E: Tensor  # rows of the ids that went
 
 
+_NONE = Moved(*(torch.zeros(0, dtype=torch.int64) for _ in range(4)))
+
+
 class KeyTable:
     """The ids that have rows of an elastic table, and their heat. Rows count from the first row of the map."""
 
     def __init__(self, policy: ElasticRows, key: int, device: torch.device | str = "cpu") -> None:
         self.policy = policy
-        self.rules = KeyRules(policy.own, signed(key), policy.half_life, policy.evict == "lru")
+        self.rules = KeyRules(policy.own, policy.shared, signed(key), policy.half_life, policy.evict == "lru")
         self.on_evict: Evicted | None = None
         words, buckets = K.BUCKET // 4, -(-policy.own // K.BUCKET)
         self.keys = torch.zeros(policy.own, dtype=torch.int64, device=device)
         self.last = torch.zeros(policy.own, dtype=torch.int32, device=device)
         self.tags, self.heat = (torch.zeros(words * buckets, dtype=torch.int32, device=device) for _ in range(2))
         self.sketch = torch.zeros(-(-K.DEPTH * self.rules.width // 4), dtype=torch.int32, device=device)
-        self.counts = torch.zeros(LAST_EVICTION + 1, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(WINDOW + 1, dtype=torch.int64, device=device)
 
     @property
     def arrays(self) -> KeyArrays:
@@ -139,85 +142,91 @@ class KeyTable:
         """The rows that belong to ids, ascending."""
         return (as_bytes(self.tags)[: self.rules.rows] != 0).nonzero()[:, 0]
 
-    def find(self, ids_N: Tensor) -> Tensor:
-        """The row of each id, or -1."""
-        found_N: Tensor = self._kernels.find(self.arrays, self.rules, ids_N)
-        return found_N
+    def find(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(the row of each id, its own or a shared one; positions of ids that have none)."""
+        rows_N, missed_M = self._kernels.find(self.arrays, self.rules, ids_N)
+        return rows_N, missed_M
 
     def read(self, ids_N: Tensor, trains: bool) -> Tensor:
         """`find` outside of training steps; if gradients may follow, rows stay until no lookup waits for its backward."""
-        found_N, counts = self.find(ids_N), self.counts.numpy()
+        (rows_N, missed_M), counts = self.find(ids_N), self.counts.numpy()
         counts[EVAL_LOOKUPS] += ids_N.numel()
-        counts[EVAL_SHARED] += int((found_N < 0).sum())
+        counts[EVAL_SHARED] += missed_M.numel()
         if trains:
             counts[BARRIER] = 0
-        return found_N
+        return rows_N
 
     def step(self, ids_N: Tensor, protect: bool) -> tuple[Tensor, Moved]:
-        """Look up a batch in training: (row of each id or -1, the ids that came and went).
+        """Look up a batch in training: (the row of each id, the ids that came and went).
 
         With `protect`, rows that were used since the last step without it stay: gradients for them may still come.
         """
         self._rebase()
-        arrays, rules, kernels, counts = self.arrays, self.rules, self._kernels, self.counts.numpy()
+        counts = self.counts.numpy()
         counts[STEPS] += 1
         step = int(counts[STEPS])
         if not protect:
             counts[BARRIER] = step
-        barrier = int(counts[BARRIER])
-        expired_E = self._expire(step, barrier)
-        rows_N = kernels.find(arrays, rules, ids_N)
-        kernels.touch(arrays, rules, rows_N, step)
-        missed = (rows_N < 0).nonzero()[:, 0]
-        ids_M = ids_N[missed]
+        expired_E = self._expire(step)
+        rows_N, missed_M = self.find(ids_N)
+        self._kernels.touch(self.arrays, self.rules, rows_N, step)
+        moved = self._admit(ids_N[missed_M], expired_E) if missed_M.numel() + expired_E.numel() else _NONE
+        shared = missed_M.numel()
+        if moved.came_K.numel():
+            rows_N[missed_M], left_M = self.find(ids_N[missed_M])
+            shared = left_M.numel()
+        counts[LOOKUPS] += ids_N.numel()
+        counts[SHARED] += shared
+        if not missed_M.numel():
+            counts[WAITING] = 0
+        return rows_N, moved
+
+    def _admit(self, ids_M: Tensor, expired_E: Tensor) -> Moved:
+        """Count lookups of ids without a row, and give rows to those with enough."""
+        counts, (arrays, rules, kernels) = self.counts.numpy(), (self.arrays, self.rules, self._kernels)
         ids_U, counts_U = ids_M.unique(return_counts=True)
         heat_U = kernels.count(arrays, rules, ids_U, counts_U)
-        self._age_sketch(missed.numel())
+        self._age_sketch(ids_M.numel())
         ready_U = heat_U >= self.policy.admit_after
         ids_C = ids_U[ready_U]
-        rows_C, before_C, left_C = kernels.place(arrays, rules, ids_C, heat_U[ready_U], step, barrier)
+        went_E = self.keys[expired_E]
+        rows_C, before_C, left_C = kernels.place(
+            arrays, rules, ids_C, heat_U[ready_U], int(counts[STEPS]), int(counts[BARRIER])
+        )
         placed_C = rows_C >= 0
-        if ids_C.numel():
-            rows_N[missed] = kernels.find(arrays, rules, ids_M)
-        went_E, left_E = torch.cat([self.keys[expired_E], before_C[left_C]]), torch.cat([expired_E, rows_C[left_C]])
-        moved = Moved(ids_C[placed_C], rows_C[placed_C], went_E, left_E)
+        moved = Moved(
+            ids_C[placed_C], rows_C[placed_C], torch.cat([went_E, before_C[left_C]]), torch.cat([expired_E, rows_C[left_C]])
+        )
         counts[ADMITTED] += moved.came_K.numel()
-        counts[EVICTED] += went_E.numel()
+        counts[EVICTED] += moved.went_E.numel()
         counts[EXPIRED] += expired_E.numel()
         counts[REFUSED] += ids_C.numel() - moved.came_K.numel()
-        counts[LOOKUPS] += ids_N.numel()
-        counts[SHARED] += int((rows_N[missed] < 0).sum())
         counts[WAITING] = ids_U.numel() - moved.came_K.numel()
-        if went_E.numel():
-            counts[LAST_EVICTION] = step
-        return rows_N, moved
+        return moved
 
     def pin(self, ids: Tensor) -> Moved:
         """Give ids a row, if they have none, and keep it for good."""
         counts, ids_U = self.counts.numpy(), ids.reshape(-1).long().unique()
-        new_C = ids_U[self.find(ids_U) < 0]
-        before = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        step = int(counts[STEPS])
-        barrier = int(counts[BARRIER]) if step else 1
+        ids_C = ids_U[self.find(ids_U)[1]]
+        before = [tensor.clone() for tensor in self.arrays]
         rows_C, before_C, left_C = self._kernels.place(
-            self.arrays, self.rules, new_C, torch.full_like(new_C, K.MOST), step, barrier
+            self.arrays, self.rules, ids_C, torch.full_like(ids_C, K.MOST), int(counts[STEPS]), max(1, int(counts[BARRIER]))
         )
-        if bool((rows_C < 0).any()):
-            for name, tensor in self.tensors().items():
-                tensor.copy_(before[name])
-            count = int((rows_C < 0).sum())
-            message = f"{count} of {new_C.numel()} ids find only pinned rows, or rows in use, in their bucket; pin fewer ids"
-            raise BadInput(message, parameter="ids", value=new_C.numel(), needed=count)
-        self.last[self.find(ids_U)] = K.PINNED
-        counts[ADMITTED] += new_C.numel()
+        if failed := int((rows_C < 0).sum()):
+            for tensor, old in zip(self.arrays, before, strict=True):
+                tensor.copy_(old)
+            message = f"{failed} of {ids_C.numel()} ids find only pinned rows, or rows in use, in their bucket; pin fewer ids"
+            raise BadInput(message, parameter="ids", value=ids_C.numel(), needed=failed)
+        self.last[self.find(ids_U)[0]] = K.PINNED
+        counts[ADMITTED] += ids_C.numel()
         counts[EVICTED] += int(left_C.sum())
-        return Moved(new_C, rows_C, before_C[left_C], rows_C[left_C])
+        return Moved(ids_C, rows_C, before_C[left_C], rows_C[left_C])
 
     def unpin(self, ids: Tensor) -> None:
         """Let pinned ids go again, as if they were looked up now."""
-        rows_K = self.find(ids.reshape(-1).long().unique())
-        rows_K = rows_K[rows_K >= 0]
-        self.last[rows_K[self.last[rows_K] == K.PINNED]] = int(self.counts[STEPS])
+        rows_U = self.find(ids.reshape(-1).long())[0].unique()
+        rows_U = rows_U[rows_U < self.rules.rows]
+        self.last[rows_U[self.last[rows_U] == K.PINNED]] = int(self.counts[STEPS])
 
     def _age_sketch(self, lookups: int) -> None:
         """Halve the counters of the sketch after every `width` lookups that it counted."""
@@ -228,12 +237,16 @@ class KeyTable:
             cells = as_bytes(self.sketch)
             cells.copy_((cells.int() >> min(halvings, 8)).byte())
 
-    def _expire(self, step: int, barrier: int) -> Tensor:
+    def _expire(self, step: int) -> Tensor:
         """Free the rows that were not used for more than `ttl` steps, eight times in `ttl`; returns them."""
         ttl = self.policy.ttl
         if ttl is None or step % max(1, ttl // _SWEEPS):
-            return torch.zeros(0, dtype=torch.int64)
-        old = (self.last != K.PINNED) & (self.last < min(step - ttl, barrier)) & (as_bytes(self.tags)[: self.rules.rows] != 0)
+            return _NONE.left_E
+        old = (
+            (self.last != K.PINNED)
+            & (self.last < min(step - ttl, int(self.counts[BARRIER])))
+            & (as_bytes(self.tags)[: self.rules.rows] != 0)
+        )
         rows_E = old.nonzero()[:, 0]
         as_bytes(self.tags)[rows_E] = 0
         return rows_E
@@ -245,7 +258,7 @@ class KeyTable:
             return
         base = int(counts[STEPS]) // 2 // half_life * half_life
         self.last.copy_(torch.where(self.last == K.PINNED, self.last, (self.last - base).clamp(min=0)))
-        for field in (STEPS, BARRIER, LAST_EVICTION):
+        for field in (STEPS, BARRIER):
             counts[field] = max(0, int(counts[field]) - base)
 
     def take_over(self, saved: KeyTable) -> Tensor:
@@ -279,11 +292,15 @@ class KeyTable:
 
     def first_values(self, ids_K: Tensor, dim: int) -> Tensor:
         """Values with which the rows of ids begin."""
-        return initial_rows(ids_K, self.rules.key, dim, self.policy.bound)
+        return self._values(ids_K, self.rules.key, dim)
 
     def shared_values(self, dim: int) -> Tensor:
         """Values with which shared rows begin."""
-        return initial_rows(torch.arange(self.policy.shared), self.rules.key ^ _SHARED_KEY, dim, self.policy.bound)
+        return self._values(torch.arange(self.policy.shared), self.rules.key ^ _SHARED_KEY, dim)
+
+    def _values(self, ids_K: Tensor, key: int, dim: int) -> Tensor:
+        values_KD: Tensor = self._kernels.first_values(ids_K, key, dim, self.policy.bound)
+        return values_KD
 
 
 def refuse_elastic(where: str, way: str, **fields: object) -> NoReturn:

@@ -142,26 +142,26 @@ class ElasticMaps(FeatureMaps):
             keys.read(keys.keys[:0], trains=True)
 
     def admit(self, module: RowsModule, ids_N: Tensor, offsets: Tensor) -> Tensor:
+        batch = (offsets.numel() - 1) // len(self.maps)
+        if len(self.maps) == 1:
+            return self._look_up(module, 0, ids_N.long().contiguous())
         rows_N = self(ids_N, offsets)
-        batch, placeholder = (offsets.numel() - 1) // len(self.maps), module.placeholder
         ends = offsets[::batch].tolist() if batch else [0] * (len(self.maps) + 1)
-        learns = (
-            module.training and placeholder.requires_grad and current_pass() < 0
-        )  # a pass looks up again, or does not train
-        for n, (keys, users) in enumerate(zip(self.keys, self.users, strict=True)):
-            mine_N = torch.cat([ids_N[ends[f] : ends[f + 1]] for f in users]).long()
-            if learns:
-                found_N, moved = keys.step(mine_N, bool(placeholder.open) or placeholder.pending is not None)
-                self.replace_rows(module, n, moved)
-            else:
-                found_N = keys.read(mine_N, placeholder.requires_grad and torch.is_grad_enabled())
-            begin, first = 0, self.places[n][1]
-            for f in users:
-                here_N = rows_N[ends[f] : ends[f + 1]]
-                own_N = found_N[begin : begin + here_N.numel()]
-                here_N.copy_(torch.where(own_N >= 0, own_N + first, here_N))
-                begin += here_N.numel()
+        for n, users in enumerate(self.users):
+            own_N = self._look_up(module, n, torch.cat([ids_N[ends[f] : ends[f + 1]] for f in users]).long())
+            for f, part_N in zip(users, own_N.split([ends[f + 1] - ends[f] for f in users]), strict=True):
+                rows_N[ends[f] : ends[f + 1]] = part_N
         return rows_N
+
+    def _look_up(self, module: RowsModule, n: int, ids_N: Tensor) -> Tensor:
+        """Rows of ids of one key table, which changes in train()."""
+        keys, placeholder = self.keys[n], module.placeholder
+        if module.training and placeholder.requires_grad and current_pass() < 0:  # a pass looks up again what was looked up
+            rows_N, moved = keys.step(ids_N, bool(placeholder.open) or placeholder.pending is not None)
+            self.replace_rows(module, n, moved)
+        else:
+            rows_N = keys.read(ids_N, placeholder.requires_grad and torch.is_grad_enabled())
+        return rows_N + self.places[n][1] if self.places[n][1] else rows_N
 
     @torch.no_grad()
     def replace_rows(self, module: RowsModule, n: int, moved: Moved) -> None:
@@ -170,7 +170,7 @@ class ElasticMaps(FeatureMaps):
         arena, trainer = module.arena, module.trainer
         if keys.on_evict is not None and moved.went_E.numel():
             keys.on_evict(moved.went_E, arena.read(table, moved.left_E + first))
-        if moved.left_E.numel() or moved.came_K.numel():
+        if moved.left_E.numel() + moved.came_K.numel():
             arena.release(table, first + torch.cat([moved.rows_K, moved.left_E]).unique())
         if moved.came_K.numel():
             arena.write(table, moved.rows_K + first, keys.first_values(moved.came_K, arena.tables[table].dim))
@@ -211,8 +211,8 @@ class ElasticIds:
     def rows_of(self, ids: Tensor) -> Tensor:
         """The table's row of each id, or -1 for ids that read shared rows."""
         check_integers(ids)
-        found_N = self._keys.find(ids.reshape(-1).long().contiguous())
-        return torch.where(found_N < 0, found_N, found_N + self._first).view(ids.shape)
+        rows_N, missed_M = self._keys.find(ids.reshape(-1).long().contiguous())
+        return (rows_N + self._first).index_fill(0, missed_M, -1).view(ids.shape)
 
     def pin(self, ids: Tensor) -> None:
         """Give ids rows of their own, which they keep; raises `BadInput` if their buckets have no room."""

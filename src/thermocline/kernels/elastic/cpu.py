@@ -14,11 +14,13 @@ from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import addresses, helper, kernel
 from thermocline.kernels.cpu.vectors import (
     equal_bytes,
+    get_f32,
     get_i64,
     get_u8,
     get_u32,
     lowest_bit,
     prefetch,
+    put_f32,
     put_i64,
     put_u8,
     put_u32,
@@ -32,9 +34,8 @@ from .reference import placing_order
 
 CHUNK = 8192
 AHEAD = 16  # ids by which keys are fetched early, and tags twice as many
-SHARES = 8  # of the rows, in `touch`
 _GOLDEN = np.uint64(M.GOLDEN)
-_255 = np.uint64(255)
+_40, _255 = np.uint64(40), np.uint64(255)
 _PINNED = 0xFFFFFFFF
 
 
@@ -64,9 +65,10 @@ def _row(keys, tags, rows, id, hash):
     return np.int64(-1)
 
 
-@kernel("void(" + ", ".join(["int64"] * 8) + ")")
-def _find(keys, tags, rows, key, ids, found, first, last):
-    """Rows of ids `first` to `last` - 1. Tags are fetched two groups ahead, keys one."""
+@kernel("int64(" + ", ".join(["int64"] * 10) + ")")
+def _find(keys, tags, rows, shared, key, ids, found, missed, first, last):
+    """Rows of ids `first` to `last` - 1; returns how many have none. Tags are fetched two groups ahead, keys one."""
+    count = np.int64(0)
     for i in range(first - 2 * AHEAD, last):
         if i + 2 * AHEAD < last:
             prefetch(tags + reduce_to(hash_id(get_i64(ids, i + 2 * AHEAD), key), rows) // BUCKET * BUCKET)
@@ -75,9 +77,15 @@ def _find(keys, tags, rows, key, ids, found, first, last):
             put_i64(found, i + AHEAD, guess)
             prefetch(keys + 8 * guess)
         if i >= first:
-            guess, id = get_i64(found, i), get_i64(ids, i)
-            if guess >= 0 and get_i64(keys, guess) != id:
-                put_i64(found, i, _row(keys, tags, rows, id, hash_id(id, key)))
+            row, id = get_i64(found, i), get_i64(ids, i)
+            if row >= 0 and get_i64(keys, row) != id:
+                row = _row(keys, tags, rows, id, hash_id(id, key))
+                put_i64(found, i, row)
+            if row < 0:
+                put_i64(found, i, rows + reduce_to(hash_id(id, key), shared))
+                put_i64(missed, first + count, i)
+                count += 1
+    return count
 
 
 @helper
@@ -154,17 +162,22 @@ def _place(keys, last, tags, heat, rows, key, half_life, lru, ids, lookups, orde
         put_u8(heat, row, mine)
 
 
-def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> Tensor:
-    rows_N = torch.empty_like(ids_N)
-    keys, tags, ids, found = addresses("qiqq", arrays.keys, arrays.tags, ids_N, rows_N)
-    shape = (rules.rows, rules.key, ids, found)
-    threads.run_chunks(lambda first, last: _find(keys, tags, *shape, first, last), ids_N.numel(), CHUNK)
-    return rows_N
+def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    rows_N, missed_N, count = torch.empty_like(ids_N), torch.empty_like(ids_N), ids_N.numel()
+    keys, tags, *lists = addresses("qiqqq", arrays.keys, arrays.tags, ids_N, rows_N, missed_N)
+    counts: dict[int, int] = {}
+
+    def task(first: int, last: int) -> None:
+        counts[first] = _find(keys, tags, rules.rows, rules.shared, rules.key, *lists, first, last)
+
+    threads.run_chunks(task, count, CHUNK)
+    parts = [missed_N[first : first + counts[first]] for first in sorted(counts)]
+    return rows_N, parts[0] if len(parts) == 1 else torch.cat([missed_N[:0], *parts])
 
 
 def touch(arrays: KeyArrays, rules: KeyRules, rows_N: Tensor, step: int) -> None:
     last, heat, rows = addresses("iiq", arrays.last, arrays.heat, rows_N)
-    size = rules.rows if rows_N.numel() < CHUNK else -(-rules.rows // SHARES)
+    size = rules.rows if rows_N.numel() < CHUNK else -(-rules.rows // torch.get_num_threads())
     what = (last, heat, rules.half_life, rows, rows_N.numel(), step)
     threads.run_chunks(lambda low, high: _touch(*what, low, high), rules.rows, size)
 
@@ -188,3 +201,20 @@ def place(
     rule = (rules.rows, rules.key, rules.half_life, int(rules.lru))
     _place(*state, *rule, *lists, step, barrier, *out, ids_C.numel())
     return rows_C, before_C, left_C.bool()
+
+
+@kernel("void(" + ", ".join(["int64"] * 6) + ")")
+def _first_values(ids, key, dim, bound, values, count):
+    for i in range(count):
+        hash = hash_id(get_i64(ids, i), key)
+        for column in range(dim):
+            bits = mix(hash + np.uint64(column + 1) * _GOLDEN) >> _40
+            value = np.float32(np.int64(bits)) * np.float32(2.0**-23) - np.float32(1.0)
+            put_f32(values, i * dim + column, value * get_f32(bound, 0))
+
+
+def first_values(ids_K: Tensor, key: int, dim: int, bound: float) -> Tensor:
+    values_KD, bound_1 = torch.empty(ids_K.numel(), dim, dtype=torch.float32), torch.tensor([bound], dtype=torch.float32)
+    ids, limit, values = addresses("qff", ids_K, bound_1, values_KD)
+    _first_values(ids, key, dim, limit, values, ids_K.numel())
+    return values_KD

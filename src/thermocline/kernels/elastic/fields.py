@@ -36,6 +36,7 @@ class KeyRules(NamedTuple):
     """What decides about rows; `key` is that of the hash, as int64."""
 
     rows: int  # that ids may have to themselves
+    shared: int  # rows after them, for all other ids
     key: int
     half_life: int
     lru: bool  # else LFU with decay

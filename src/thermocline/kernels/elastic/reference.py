@@ -2,7 +2,7 @@
 
 A training step looks up a batch of ids. Its result depends on the state and on how often each id occurs, not on their order:
 
-1. `find` gives each id its row, or -1.
+1. `find` gives each id its row, or a shared row by its hash.
 2. `touch` counts the lookups of rows. The heat of a row first halves once for every multiple of `half_life` steps since its
    last lookup, so counts decay as if all were halved at these steps.
 3. `count` counts distinct ids without a row in a count-min sketch. All ids read the counters as the step found them, and a
@@ -32,13 +32,15 @@ def bucket_of(hashes_N: Tensor, rows: int) -> Tensor:
     return reduce_to(hashes_N, rows) // BUCKET
 
 
-def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> Tensor:
-    """The row of each id, or -1."""
-    first_N = BUCKET * bucket_of(hash_ids(ids_N, rules.key), rules.rows)
+def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(the row of each id, its own or one of the shared rows after them; positions of ids without a row, ascending)."""
+    hashes_N = hash_ids(ids_N, rules.key)
+    first_N = BUCKET * bucket_of(hashes_N, rules.rows)
     rows_NB = (first_N[:, None] + torch.arange(BUCKET)).clamp(max=rules.rows - 1)
     same_NB = (arrays.keys[rows_NB] == ids_N[:, None]) & (as_bytes(arrays.tags)[rows_NB] != 0)
-    rows_N = rows_NB.gather(1, same_NB.byte().argmax(dim=1, keepdim=True))[:, 0]
-    return torch.where(same_NB.any(dim=1), rows_N, -1)
+    own_N = rows_NB.gather(1, same_NB.byte().argmax(dim=1, keepdim=True))[:, 0]
+    found_N = same_NB.any(dim=1)
+    return torch.where(found_N, own_N, rules.rows + reduce_to(hashes_N, rules.shared)), (~found_N).nonzero()[:, 0]
 
 
 def score(arrays: KeyArrays, rules: KeyRules, rows_K: Tensor, step: int) -> Tensor:
@@ -48,8 +50,8 @@ def score(arrays: KeyArrays, rules: KeyRules, rows_K: Tensor, step: int) -> Tens
 
 
 def touch(arrays: KeyArrays, rules: KeyRules, rows_N: Tensor, step: int) -> None:
-    """Count the lookups of rows (-1: none)."""
-    rows_U, counts_U = rows_N[rows_N >= 0].unique(return_counts=True)
+    """Count the lookups of rows that belong to ids."""
+    rows_U, counts_U = rows_N[rows_N < rules.rows].unique(return_counts=True)
     kept_U = arrays.last[rows_U] != PINNED
     rows_U, counts_U = rows_U[kept_U], counts_U[kept_U]
     as_bytes(arrays.heat)[rows_U] = (score(arrays, rules, rows_U, step) + counts_U).clamp(max=MOST).byte()
@@ -108,7 +110,7 @@ def tag_of(hash: int) -> int:
     return max(1, hash & 255)
 
 
-def initial_rows(ids_K: Tensor, key: int, dim: int, bound: float) -> Tensor:
+def first_values(ids_K: Tensor, key: int, dim: int, bound: float) -> Tensor:
     """First values of the rows of ids: uniform in [-bound, bound), a function of id and key alone."""
     columns = torch.arange(1, dim + 1, device=ids_K.device) * signed(M.GOLDEN)
     bits_KD = right(splitmix64(hash_ids(ids_K, key)[:, None] + columns), 40)
