@@ -133,6 +133,8 @@ class ElasticMaps(FeatureMaps):
         return (table, first) in self.places
 
     def start(self, module: RowsModule) -> None:
+        if module.arena.device.type == "meta":
+            return
         for (table, first), keys in zip(self.places, self.keys, strict=True):
             spec, shared_S = module.arena.tables[table], first + keys.rules.rows + torch.arange(keys.policy.shared)
             module.arena.write(table, shared_S, keys.shared_values(spec.dim))

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline.errors import BadInput, IdOutOfRange
-from thermocline.ids.elastic import refuse_elastic
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
 from thermocline.ids.kept_ids import KeptIds
@@ -178,8 +177,6 @@ def _needed_map(map: IdMap | None, table: ServedTable, feature: str) -> IdMap | 
     """The id map of a feature, unless ids are row numbers."""
     if map is None or (map.is_identity and map.rows == table.rows):
         return None
-    if map.is_elastic:
-        refuse_elastic(f"in serving (feature {feature!r})", "look rows up in training's process", feature=feature)
     if map.rows > table.rows:
         rows = f"{map.rows} rows, and table {table.name!r} {table.rows}"
         raise BadInput(f"the id map of feature {feature!r} has {rows}", feature=feature, table=table.name)
