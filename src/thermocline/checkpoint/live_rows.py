@@ -71,11 +71,11 @@ class LiveRows:
         return self._arrays()
 
     def _arrays(self) -> dict[str, Tensor]:
-        """Clock, hyperparameters and cache, without a copy and with local row numbers."""
+        """Clock, hyperparameters, cache and elastic ids, without a copy and with local row numbers."""
         arrays = self.module._arrays()
         found = {name: arrays[name] for name in ("hyper", "clock")}
         if not isinstance(self.module, ShardedCollection):
-            return found | {name: array for name, array in arrays.items() if name.startswith("cache_")}
+            return found | {name: array for name, array in arrays.items() if name.startswith(("cache_", "elastic"))}
         if self.arena.cache:
             found |= {f"cache_{name}": getattr(Cache(*self.arena.cache), name) for name in CLOCKS}
             found |= own_slots(self.module, self.row_index, self.arena)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from torch import nn
 from thermocline.distributed.shard import shard_
 from thermocline.errors import BadInput, FormatError
 from thermocline.heat.profile import HeatProfile
+from thermocline.ids.elastic import ElasticRows
+from thermocline.ids.idmap import IdMap
 from thermocline.nn.precision_tiers import Precision
 from thermocline.plan.model import Plan
 
@@ -114,7 +117,8 @@ def load_into(
         `missing_keys`, which only the model has, and `unexpected_keys`, which only the checkpoint has; empty if `strict`.
 
     Raises:
-        BadInput: modules, tables, id maps or dense parameters differ from the saved ones.
+        BadInput: modules, tables, id maps or dense parameters differ from the saved ones. Elastic tables may have other sizes:
+            in a smaller one the coldest ids are dropped, with a warning that counts them.
         FormatError: the folder is no checkpoint, or a file is damaged.
 
     Example:
@@ -266,6 +270,15 @@ def _matched(
 
 def _check_table(checkpoint: Checkpoint, saved: TableEntry, table: TableEntry, found: NamedModule, strict: bool) -> None:
     """Raise if a table cannot take the rows of a saved one."""
+    if (
+        len(saved.features) == len(table.features)
+        and table.dim == saved.dim
+        and all(
+            _resized(checkpoint.id_maps[then], found.maps[now])
+            for then, now in zip(saved.features, table.features, strict=True)
+        )
+    ):
+        return
     grows = not strict and table.rows > saved.rows and table.dim == saved.dim
     if (saved.rows, saved.dim) != (table.rows, table.dim) and not grows:
         raise BadInput(
@@ -287,3 +300,10 @@ def _check_table(checkpoint: Checkpoint, saved: TableEntry, table: TableEntry, f
                 "map, which the rows belong to",
                 feature=feature, saved=then, model=now,
             )  # fmt: skip
+
+
+def _resized(then: IdMap, now: IdMap) -> bool:
+    """Whether two maps are the same but for the rows of a whole elastic table."""
+    if not (isinstance(then.start, ElasticRows) and isinstance(now.start, ElasticRows)) or then.first or now.first:
+        return False
+    return replace(then.start, rows=now.start.rows) == now.start

@@ -5,6 +5,9 @@ Otherwise cached rows get the slots there are, highest scores first, and the rem
 
 A rank of a sharded module reads row numbers first, and the rest of a block only if some of its rows belong to the rank. Under
 the plan of the save these are its own sections and the copied rows, not all tables.
+
+Elastic ids keep their rows in a table of the saved size. In another they take rows anew: `Remap` has the new row of each saved
+row of such a table, -1 for rows of the coldest ids that found no place.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.distributed.sharded_collection import ShardedCollection
+from thermocline.ids.elastic import KeyTable
 from thermocline.kernels import dequantize_rows
+from thermocline.nn.id_maps import ElasticMaps
 from thermocline.nn.rows_module import RowsModule
 from thermocline.rows.precision import format_of
 
@@ -25,6 +30,8 @@ from .format.cache_slots import restore_cache
 from .format.manifest import ModuleEntry, Section, TableEntry
 from .format.module_entries import NamedModule, layout_of
 from .reader import Checkpoint, SectionRows, block_rows
+
+Remap = dict[int, Tensor]  # by table
 
 
 def restore_module(checkpoint: Checkpoint, entry: ModuleEntry, found: NamedModule) -> None:
@@ -47,22 +54,50 @@ def restore_module(checkpoint: Checkpoint, entry: ModuleEntry, found: NamedModul
         module.arena.unstage()
         if not same_layout:
             module.flush()
+        remap = _restore_ids(checkpoint, entry, module, saved)
         for index, table in saved.items():
             for section in checkpoint.sections(table.name):
-                _restore_section(checkpoint, section, entry.states if same_optimizer else 0, module, index)
+                _restore_section(checkpoint, section, entry.states if same_optimizer else 0, module, index, remap)
         for name in ["hyper", "clock"] if same_optimizer else ["clock"]:
             getattr(module.trainer, name).copy_(checkpoint.state.read(f"module/{entry.name}/{name}"))
         module.trained.group.read_back()
         if same_layout:
             restore_cache(module, checkpoint, entry.name)
         else:
-            _write_cached_rows(checkpoint, saved, module)
+            _write_cached_rows(checkpoint, saved, module, remap)
 
 
-def _restore_section(checkpoint: Checkpoint, section: Section, states: int, module: RowsModule, index: int) -> None:
+def _restore_ids(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule, saved: dict[int, TableEntry]) -> Remap:
+    """Restore the key tables of elastic ids; those of another size take the ids over."""
+    maps = module.maps
+    if not isinstance(maps, ElasticMaps):
+        return {}
+    tables = [table for table in checkpoint.manifest.tables if table.module == entry.name]
+    known = [(t, checkpoint.id_maps[feature]) for t, table in enumerate(tables) for feature in table.features]
+    numbers = {place: n for n, place in enumerate(sorted({(t, map.first) for t, map in known if map.is_elastic}))}
+    remap: Remap = {}
+    for (index, first), keys in zip(maps.places, maps.keys, strict=True):
+        if index not in saved:
+            continue
+        at = (tables.index(saved[index]), first)
+        policy = next(map.start for t, map in known if map.is_elastic and (t, map.first) == at)
+        then = keys if policy == keys.policy else KeyTable(policy, keys.rules.key)
+        for name, tensor in then.tensors().items():
+            tensor.copy_(checkpoint.state.read(f"module/{entry.name}/elastic{numbers[at]}_{name}"))
+        if then is not keys:
+            remap[index] = keys.take_over(then)
+            if dropped := int((remap[index][then.occupied()] < 0).sum()):
+                fewer = f"{then.policy.rows} rows, the model has {keys.policy.rows}: {dropped} ids, the coldest, were dropped"
+                warnings.warn(f"elastic table {saved[index].name!r} was saved with {fewer}", stacklevel=5)
+    return remap
+
+
+def _restore_section(
+    checkpoint: Checkpoint, section: Section, states: int, module: RowsModule, index: int, remap: Remap
+) -> None:
     """Write the rows of a section that belong to this module."""
     arena, size = module.arena, block_rows(checkpoint.manifest.table(section.table), states)
-    direct = not section.scattered and not isinstance(module, ShardedCollection)
+    direct = not section.scattered and not isinstance(module, ShardedCollection) and index not in remap
     if direct and arena.device.type == "cpu" and arena.tables[index].precision == section.precision:
         _read_into(checkpoint, section, states, module, index)
         return
@@ -70,7 +105,7 @@ def _restore_section(checkpoint: Checkpoint, section: Section, states: int, modu
         end = min(begin + size, section.count)
         rows_R = checkpoint.row_numbers(section, begin, end).to(arena.device)
         part: SectionRows | None = None
-        for table, at_K, place_K, states_here in _places(module, index, rows_R):
+        for table, at_K, place_K, states_here in _places(module, index, rows_R, remap):
             part = part or checkpoint.read_section(section, begin, end, states)
             _write(module, table, at_K, place_K, states_here, part)
 
@@ -87,7 +122,7 @@ def _read_into(checkpoint: Checkpoint, section: Section, states: int, module: Ro
         file.read_into(f"{section.key}/state{n}", state[here])
 
 
-def _places(module: RowsModule, index: int, rows_R: Tensor) -> Iterator[tuple[int, Tensor, Tensor, list[Tensor]]]:
+def _places(module: RowsModule, index: int, rows_R: Tensor, remap: Remap) -> Iterator[tuple[int, Tensor, Tensor, list[Tensor]]]:
     """Rows of a table that this arena holds: arena table, indices into `rows_R`, places, and optimizer state arrays."""
     if isinstance(module, ShardedCollection):
         for k, at_K, place_K in module.shard.local(module.row_index.locate(rows_R + module.row_index.first[index])):
@@ -95,6 +130,10 @@ def _places(module: RowsModule, index: int, rows_R: Tensor) -> Iterator[tuple[in
         return
     by_row = module.trainer.optimizer.states_per_row > 0
     every = torch.arange(rows_R.numel(), device=rows_R.device)
+    if index in remap:
+        rows_R = remap[index][rows_R]
+        every = every[rows_R >= 0]
+        rows_R = rows_R[every]
     yield index, every, rows_R, module.arena.state_views(index, module.trainer.states, by_row)
 
 
@@ -111,17 +150,17 @@ def _write(module: RowsModule, table: int, at_K: Tensor, place_K: Tensor, states
         mine[place_K] = saved[at].to(mine.device)
 
 
-def _write_cached_rows(checkpoint: Checkpoint, tables: dict[int, TableEntry], module: RowsModule) -> None:
+def _write_cached_rows(checkpoint: Checkpoint, tables: dict[int, TableEntry], module: RowsModule, remap: Remap) -> None:
     """Put rows that were cached under another layout into slots by score, and round the remaining ones."""
     if module.arena.pools:
         heat = [torch.zeros(table.rows, dtype=torch.int32) for table in module.arena.tables]
         for index, table in tables.items():
             rows_K, scores_K = checkpoint.cache.scores(table)
-            for k, at_K, place_K, _ in _places(module, index, rows_K.to(module.arena.device)):
+            for k, at_K, place_K, _ in _places(module, index, rows_K.to(module.arena.device), remap):
                 heat[k][place_K.cpu()] = 1 + scores_K[at_K.cpu()].clamp(0, 1 << 30).int()
         module.arena.warm(heat)
         module.arena.predicted = None  # predictions are for the heat of a log
     for index, table in tables.items():
         for rows_K, values_KD in checkpoint.cache.updated_rows(table):
-            for k, at_K, place_K, _ in _places(module, index, rows_K.to(module.arena.device)):
+            for k, at_K, place_K, _ in _places(module, index, rows_K.to(module.arena.device), remap):
                 module.arena.write(k, place_K, values_KD[at_K.cpu()].to(module.arena.device))

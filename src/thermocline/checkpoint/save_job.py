@@ -321,7 +321,7 @@ def _state_tensors(found: NamedModule, source: LiveRows, old: Checkpoint | None)
     for name, array in source.other_arrays().items():
         kind, _, number = name.partition("/")
         tensors = own if number else shared
-        if old is None or kind not in _PATCHED:
+        if old is None or not (kind in _PATCHED or kind.startswith("elastic")):
             tensors[prefix + name] = array
         else:
             dims = [pool["dim"] for pool in old.manifest.module(found.name).pools]

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
+from thermocline.ids.elastic import refuse_elastic
 from thermocline.nn.collection import EmbeddingCollection
 from thermocline.nn.rows_module import RowsModule
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan
@@ -326,6 +327,8 @@ def _validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Map
         raise BadInput(f"the model {what}; give a model that contains its collections", parameter="model")
     check_heat(plan, heat)
     for name, collection in found.items():
+        if collection.maps is not None and collection.maps.elastic:
+            refuse_elastic(f"in sharded tables (collection {name!r})", "train on one process", collection=name)
         if collection.rows.update != "backward" or collection.rows.residency != "device":
             raise BadInput(
                 f"collection {name!r} has update={collection.rows.update!r}, residency={collection.rows.residency!r}; "

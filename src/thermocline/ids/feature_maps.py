@@ -11,6 +11,7 @@ from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids.reference import signed
 from thermocline.kernels.ops import map_ids_anywhere
 
+from .elastic import ElasticRows, refuse_elastic
 from .idmap import IdMap, RowRange, SaltedHash
 from .kept_ids import KeptIds
 
@@ -18,12 +19,16 @@ from .kept_ids import KeptIds
 class IdMaps:
     """One map for each feature; None leaves ids as they are. Features that keep the same ids share one array."""
 
+    elastic = False  # whether ids come and go, which needs key tables (`nn/id_maps.py`)
+
     def __init__(self, maps: Sequence[IdMap | None], device: torch.device | str) -> None:
         fields: list[list[int]] = []
         words: list[Tensor] = []
         counts: list[Tensor] = []
         places: dict[KeptIds, tuple[int, int]] = {}
         for each in maps:
+            if each is not None and each.is_elastic and not self.elastic:
+                refuse_elastic(f"outside of the module that trains them ({each})", "pass raw ids to the module")
             kept = None if each is None else each.kept
             if kept is not None and kept not in places:
                 if gap := -sum(map(len, words)) % M.BLOCK_WORDS:
@@ -58,10 +63,16 @@ def _fields(each: IdMap | None, place: tuple[int, int]) -> list[int]:
         field[M.START], field[M.START_ROWS] = M.WITHIN, each.start.rows
     elif isinstance(each.start, SaltedHash):
         field[M.START], field[M.START_ROWS], field[M.START_KEY] = M.HASHED, each.start.rows, signed(each.start.key)
+    elif isinstance(each.start, ElasticRows):
+        field[M.START], field[M.START_ROWS], field[M.START_KEY] = (
+            M.HASHED,
+            each.start.shared,
+            signed(SaltedHash(1, each.start.salt).key),
+        )
     if each.kept is not None and each.others is not None:
         field[M.KEPT] = M.BITMAP if each.kept.form == "bitmap" else M.SORTED
         field[M.KEPT_COUNT], field[M.LOW], field[M.HIGH] = each.kept.count, each.kept.low, each.kept.high
         field[M.PLACE], field[M.BLOCK] = place
         field[M.OTHERS], field[M.OTHERS_KEY] = each.others.rows, signed(each.others.key)
-    field[M.FIRST] = each.first
+    field[M.FIRST] = each.first + (each.start.own if isinstance(each.start, ElasticRows) else 0)
     return field

@@ -4,11 +4,12 @@
     IdMap.hashed(1000, salt=7)            any id; ids may share a row
     IdMap.pruned(kept, fallback=4)        any id; kept ids have rows of their own, others share the 4 rows after them
     IdMap.hashed(1000).prune(kept)        hashed first; some of the 1000 numbers are kept
+    IdMap.elastic(1000)                   any id; ids come and go: a module gives rows to the ids that it trains (`elastic.py`)
     ... .offset(500)                      any of these, from row 500 of a shared table
 
 One kernel evaluates every map in three optional steps:
 
-    1. start    RowRange(rows) refuses other ids, SaltedHash(rows, salt) hashes
+    1. start    RowRange(rows) refuses other ids, SaltedHash(rows, salt) hashes; ElasticRows hashes to its shared rows
     2. kept     kept ids become their rank, others kept.count + hash
     3. first    is added
 
@@ -26,7 +27,7 @@ and low bits decide); a seed added to the id (features with nearby salts would c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch import Tensor
 from thermocline.errors import BadInput, FormatError
 from thermocline.kernels.ids.fields import GOLDEN, MIX1, MIX2, VERSION
 
+from .elastic import ElasticRows
 from .kept_ids import KeptIds
 
 MOST_ROWS = 1 << 40
@@ -77,10 +79,10 @@ class SaltedHash:
 
 @dataclass(frozen=True)
 class IdMap:
-    """A map from raw ids to rows. Make one with `identity`, `hashed` or `pruned`; compose with `prune` and `offset`.
+    """A map from raw ids to rows. Make one with `identity`, `hashed`, `pruned` or `elastic`; compose with `prune` and `offset`.
 
     Attributes:
-        start: first step: a range of rows, or a salted hash; None with `kept` ids only.
+        start: first step: a range of rows, a salted hash, or the rule of elastic rows; None with `kept` ids only.
         kept: ids, or rows of the first step, that keep a row of their own; None for all.
         others: the rows of ids that are not kept; None if all ids are kept.
         first: offset that is added to the row.
@@ -94,7 +96,7 @@ class IdMap:
         rows = ids(torch.tensor([42, 99]))  # row 1, and one of the shared rows 3 to 6
     """
 
-    start: RowRange | SaltedHash | None = None
+    start: RowRange | SaltedHash | ElasticRows | None = None
     kept: KeptIds | None = None
     others: SaltedHash | None = None
     first: int = 0
@@ -125,9 +127,34 @@ class IdMap:
         """
         return cls(None, kept if isinstance(kept, KeptIds) else KeptIds.of(kept), SaltedHash(fallback, salt))
 
+    @classmethod
+    def elastic(
+        cls, rows: int, *, admit_after: int = 1, shared: int = 16, evict: str = "lfu", half_life: int = 1000,
+        ttl: int | None = None, salt: int = 0, init: float | None = None,
+    ) -> IdMap:  # fmt: skip
+        """Let ids come and go: a module gives rows to ids while it trains, and takes them from cold ones when they run out.
+
+        An id that has no row reads and trains one of the shared rows, by hash; `module.elastic().state()` counts these lookups.
+        In eval() nothing comes or goes. A *step* is a forward in train().
+
+        Args:
+            rows: rows of the table, `shared` ones included.
+            admit_after: lookups after which an id gets a row of its own, 1 to 255; estimated in bounded memory, never too low.
+            shared: rows at the end of the table for all other ids.
+            evict: which row of a full bucket goes: "lfu", with counts that halve every `half_life` steps, or "lru".
+            half_life: steps.
+            ttl: steps without a lookup after which an id loses its row; by default none does.
+            salt: seed of the hash and of first values.
+            init: the rows of new ids are uniform in [-init, init), by id and salt; default: 1 / sqrt(rows for ids).
+
+        Raises:
+            BadInput: an argument has a wrong type or value; `error.parameter` names it.
+        """
+        return cls(ElasticRows(rows, admit_after, shared, evict, half_life, ttl, salt, init))
+
     def prune(self, kept: KeptIds | Tensor | NDArray[Any] | Iterable[int], fallback: int = 1, salt: int = 0) -> IdMap:
         """Apply this map, then `pruned`."""
-        if self.kept is not None or self.first:
+        if self.kept is not None or self.first or self.is_elastic:
             raise BadInput(f"this map is {self}; prune once, and before an offset", parameter="kept")
         return replace(self.pruned(kept, fallback, salt), start=self.start)
 
@@ -160,6 +187,11 @@ class IdMap:
         """Whether ids are rows, unchanged."""
         return isinstance(self.start, RowRange) and self.kept is None and self.first == 0
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether ids come and go."""
+        return isinstance(self.start, ElasticRows)
+
     def __call__(self, ids: Tensor) -> Tensor:
         """Rows of ids, with the same shape and device."""
         from .feature_maps import IdMaps
@@ -171,6 +203,9 @@ class IdMap:
         text = []
         if isinstance(self.start, RowRange):
             text.append(f"identity({self.start.rows})")
+        elif isinstance(self.start, ElasticRows):
+            others = (f"{f.name}={getattr(self.start, f.name)!r}" for f in fields(self.start) if f.name != "rows")
+            text.append(f"elastic({self.start.rows}, {', '.join(others)})")
         elif self.start is not None:
             text.append(f"hashed({self.start.rows}, salt={self.start.salt})")
         if self.kept is not None and self.others is not None:
@@ -182,7 +217,7 @@ class IdMap:
         """The map for `json.dumps`; kept ids by their sha256, with their array in `arrays`."""
         json: dict[str, Any] = {"version": VERSION}
         if self.start is not None:
-            json["identity" if isinstance(self.start, RowRange) else "hashed"] = asdict(self.start)
+            json[next(name for name, kind in _STARTS.items() if isinstance(self.start, kind))] = asdict(self.start)
         if self.kept is not None and self.others is not None:
             json["pruned"] = {"kept": self.kept.to_json(), "fallback": self.others.rows, "salt": self.others.salt}
         return json | ({"offset": self.first} if self.first else {})
@@ -197,13 +232,12 @@ class IdMap:
         version = json.get("version")
         if version != VERSION:
             raise FormatError(f"the id map has version {version!r}; this package reads {VERSION}", version=version)
-        known = {"version", "identity", "hashed", "pruned", "offset"}
-        if set(json) - known or ("identity" in json and "hashed" in json) or not set(json) & {"identity", "hashed", "pruned"}:
-            message = f"the id map has the fields {', '.join(sorted(json))}; use identity or hashed, pruned, offset"
+        starts = set(json) & set(_STARTS)
+        if set(json) - {"version", *_STARTS, "pruned", "offset"} or len(starts) > 1 or not (starts or "pruned" in json):
+            message = f"the id map has the fields {', '.join(sorted(json))}; use identity, hashed or elastic, pruned, offset"
             raise FormatError(message, parameter="fields", value=sorted(json))
         try:
-            kinds = (("identity", RowRange), ("hashed", SaltedHash))
-            start: Any = next((make(**json[kind]) for kind, make in kinds if kind in json), None)
+            start: Any = next((_STARTS[kind](**json[kind]) for kind in starts), None)
             if "pruned" not in json:
                 return cls(start, first=json.get("offset", 0))
             pruned = json["pruned"]
@@ -215,6 +249,9 @@ class IdMap:
             raise
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise FormatError(f"the id map {str(dict(json))[:200]} cannot be read: {error}", parameter="fields") from None
+
+
+_STARTS: dict[str, Any] = {"identity": RowRange, "hashed": SaltedHash, "elastic": ElasticRows}
 
 
 def _check_rows(what: str, rows: int) -> int:

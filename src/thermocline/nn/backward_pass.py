@@ -92,6 +92,28 @@ class OpenLookup(UpdateOnce):
         return True
 
 
+class OpenRows:
+    """A lookup with update="step" of elastic rows, whose tenants stay until its backward; then until `step`."""
+
+    def __init__(self, trained: Trained) -> None:
+        self.trained, self.used = trained, -1  # updates of the rows before the first backward
+        trained.placeholder.open.add(id(self))
+
+    def close(self) -> None:
+        """Mark that gradients are pending. Raise if the rows of an earlier backward may have other ids by now."""
+        placeholder = self.trained.placeholder
+        if self.used not in (-1, placeholder.updates):
+            message = (
+                "a second backward through the same graph after a step: elastic rows may have other ids by now; look up again"
+            )
+            raise BadInput(message, parameter="retain_graph", value=True)
+        self.used = placeholder.updates
+        placeholder.open.discard(id(self))
+
+    def __del__(self) -> None:
+        self.trained.placeholder.open.discard(id(self))
+
+
 class OpenWeight(OpenLookup):
     """A read of all rows of a module with one table."""
 

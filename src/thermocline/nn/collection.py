@@ -186,16 +186,23 @@ class EmbeddingCollection(RowsModule):
         self._dims = tuple(tables[index].dim for _, index in features)
         maps = [tables[index].map_of(feature) for feature, index in features]
         counts = [tables[index].rows for _, index in features]
-        self.maps = FeatureMaps.needed(self.features, maps, counts, self.arena.device)
-        self.arena.cache_small_tables([table.parts for table in tables])
+        owners = [index for _, index in features]
+        self.maps = FeatureMaps.needed(self.features, maps, counts, self.arena.device, owners)
+        self.arena.cache_small_tables([[part for part in t.parts if not self._elastic(n, part)] for n, t in enumerate(tables)])
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw rows from U(-1/sqrt(n), 1/sqrt(n)), where n is the number of rows of the table or part."""
+        if self.maps is not None and self.maps.elastic:
+            self.maps.start(self)
         for index, table in enumerate(self.tables):
-            for begin, end in table.parts:
+            for begin, end in (part for part in table.parts if not self._elastic(index, part)):
                 bound = (end - begin) ** -0.5
                 self.draw_rows(index, begin, end, partial(nn.init.uniform_, a=-bound, b=bound))
+
+    def _elastic(self, table: int, part: tuple[int, int]) -> bool:
+        """Whether ids come and go in a part of a table."""
+        return self.maps is not None and self.maps.holds(table, part[0])
 
     def forward(self, input: Any) -> Pooled | Unpooled:
         """Look up a batch.

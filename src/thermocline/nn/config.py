@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import torch
+from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
@@ -172,6 +173,15 @@ def make_arena(
     arena = Arena(tables, features, place, slots, rows.policy, rows.residency, near)
     arena.staged = staged
     return arena, tiers
+
+
+def arena_text(arena: Arena) -> Tensor:
+    """Sizes, precisions, slots and policy as text, which a `state_dict` holds and loading compares."""
+    text = "; ".join(f"{t.rows} x {t.dim} {t.precision}" for t in arena.tables)
+    if arena.pools:
+        kinds = [f"{p.slots} slots for {p.dim} {F.NAMES[p.format]}, {p.int8_slots} of them near" for p in arena.pools]
+        text += f"; {'; '.join(kinds)}; {F.POLICIES[arena.layout.tables.policy]}"
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
 def choose_tiers(shapes: Sequence[TableRequest], rows: RowConfig) -> tuple[Tiers, ...]:

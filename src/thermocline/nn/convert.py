@@ -12,6 +12,7 @@ from torch import nn
 
 from thermocline.errors import BadInput
 from thermocline.formats import MAX_DIM
+from thermocline.ids.idmap import IdMap
 from thermocline.kernels.checks import largest
 from thermocline.rows.precision import format_of
 
@@ -31,6 +32,8 @@ def convert_(
     model: nn.Module,
     rows: RowConfig | Mapping[str, RowConfig] = RowConfig(),
     filter: Callable[[str, nn.Module], bool] | None = None,
+    *,
+    ids: Mapping[str, IdMap] | None = None,
     **torch_arguments: Unpack[TorchArguments],
 ) -> ConversionReport:
     """Replace the `nn.EmbeddingBag` and `nn.Embedding` modules of a model in place, with the same rows.
@@ -43,6 +46,8 @@ def convert_(
         rows: how rows are stored and trained; or a mapping from patterns of module names (`fnmatch`, the first match counts)
             to configs. Embeddings that match no pattern stay as they are. A `budget` is for all tables of its config together.
         filter: `filter(name, module)` says which embeddings to replace (default: all).
+        ids: elastic maps by patterns of module names. Such a table has the rows of its map and begins anew, because its old
+            rows belong to other ids.
         torch_arguments: `device` of the new tables, and `dtype` of their output; by default those of the old.
 
     Returns:
@@ -50,7 +55,8 @@ def convert_(
         lists tables that were converted before, and 2-D parameters of embedding modules of other kinds.
 
     Raises:
-        BadInput: a pattern matches no embedding, or a table does not suit its config. The model is unchanged then.
+        BadInput: a pattern matches no embedding, a map is not elastic, or a table does not suit its config. The model is
+            unchanged then.
 
     Example::
 
@@ -61,19 +67,20 @@ def convert_(
     _check_call(model, filter)
     modules = model.named_modules(remove_duplicate=False)
     found = [(name, module) for name, module in modules if isinstance(module, (nn.EmbeddingBag, nn.Embedding))]
-    config_of = _configs(rows, [name for name, _ in found])
+    config_of, maps = _configs(rows, [name for name, _ in found]), _elastic_maps(ids or {}, found)
     reasons = _reasons_to_skip(model, found, config_of, filter)
-    configs = _resolve_budgets({id(m): (m, config_of[n]) for n, m in found if not reasons[id(m)]})
+    configs = _resolve_budgets({id(m): (m, config_of[n]) for n, m in found if not reasons[id(m)]}, maps)
     for name, module in found:
         if not reasons[id(module)]:
-            _check(name, module, configs[id(module)])
+            _check(name, module, configs[id(module)], maps.get(id(module)))
     report: list[ConvertedTable] = []
     others, holders = other_tables(model), other_holders(model)
     done: dict[int, nn.Module] = {}
     for name, module in found:
         if id(module) not in done:
             reason = reasons[id(module)]
-            done[id(module)] = module if reason else _replacement(name, module, configs[id(module)], torch_arguments)
+            config, map = configs.get(id(module)), maps.get(id(module))
+            done[id(module)] = module if config is None else _replacement(name, module, config, map, torch_arguments)
             report.append(_line(name, module, done[id(module)], reason, holders[id(module.weight)]))
         put_module(model, name, done[id(module)])
     add_methods(model)
@@ -97,6 +104,17 @@ def _configs(rows: RowConfig | Mapping[str, RowConfig], names: Sequence[str]) ->
             message = f"pattern {pattern!r} matches no embedding; the model has {', '.join(names) or 'none'}"
             raise BadInput(message, parameter="rows", value=pattern, names=tuple(names))
     return {name: next((rows[pattern] for pattern in rows if fnmatchcase(name, pattern)), None) for name in names}
+
+
+def _elastic_maps(ids: Mapping[str, IdMap], found: Found) -> dict[int, IdMap]:
+    """The map of each embedding that gets one, by the id of the module."""
+    names = [name for name, _ in found]
+    for pattern, map in ids.items():
+        if not any(fnmatchcase(name, pattern) for name in names) or not (isinstance(map, IdMap) and map.is_elastic):
+            message = f"ids has {pattern!r}: {map}; use an IdMap.elastic for a pattern of {', '.join(names) or 'no embeddings'}"
+            raise BadInput(message, parameter="ids", value=pattern, names=tuple(names))
+    pairs = [(id(module), next((ids[p] for p in ids if fnmatchcase(name, p)), None)) for name, module in found]
+    return {key: map for key, map in pairs if map is not None}
 
 
 def _reasons_to_skip(
@@ -125,13 +143,16 @@ def _reasons_to_skip(
     return reasons
 
 
-def _resolve_budgets(wanted: Mapping[int, tuple[nn.EmbeddingBag | nn.Embedding, RowConfig | None]]) -> dict[int, RowConfig]:
+def _resolve_budgets(
+    wanted: Mapping[int, tuple[nn.EmbeddingBag | nn.Embedding, RowConfig | None]], maps: Mapping[int, IdMap]
+) -> dict[int, RowConfig]:
     """Configs with the tiers of their budget in place of "auto"; all tables of a config share its budget."""
     configs: dict[int, RowConfig] = {}
     for at, (_, rows) in wanted.items():
         assert rows is not None
         if rows.precision == AUTO:
-            shapes = [TableRequest(m.num_embeddings, m.embedding_dim, AUTO) for m, each in wanted.values() if each is rows]
+            same = [(key, m) for key, (m, each) in wanted.items() if each is rows]
+            shapes = [TableRequest(_shape(m, maps.get(key))[0], m.embedding_dim, AUTO) for key, m in same]
             rows = replace(rows, precision=choose_tiers(shapes, rows)[0].precision, budget=None)
         configs[at] = rows
     return configs
@@ -146,16 +167,20 @@ def _check_call(model: Any, filter: Any) -> None:
         raise BadInput(message, parameter="filter", value=filter)
 
 
-def _check(name: str, module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig) -> None:
+def _shape(module: nn.EmbeddingBag | nn.Embedding, map: IdMap | None) -> tuple[int, int]:
+    return module.num_embeddings if map is None else map.rows, module.embedding_dim
+
+
+def _check(name: str, module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig, map: IdMap | None) -> None:
     """Raise, before any embedding is replaced, if a table does not suit its config."""
     weight = module.weight.detach()
-    kind, arguments = _wanted(module, rows)
+    kind, arguments = _wanted(module, rows, map)
     try:
-        table = kind(*weight.shape, device="meta", **arguments).arena.tables[0]
+        table = kind(*_shape(module, map), device="meta", **arguments).arena.tables[0]
     except BadInput as error:
         raise BadInput(f"{name}: {error}", **{**vars(error), "module": name}) from None
     limit = largest(format_of(table.precision))
-    if weight.device.type == "meta" or all(bound.abs() <= limit for bound in weight.aminmax()):
+    if map is not None or weight.device.type == "meta" or all(bound.abs() <= limit for bound in weight.aminmax()):
         return
     bounds = [float(bound) for bound in weight.aminmax()]
     message = f"{name}: its weight runs from {bounds[0]:g} to {bounds[1]:g}, {table.precision} holds {limit:g}; use filter="
@@ -163,18 +188,25 @@ def _check(name: str, module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig) -
 
 
 def _wanted(
-    module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig
+    module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig, map: IdMap | None
 ) -> tuple[type[EmbeddingBag] | type[Embedding], dict[str, Any]]:
     """The class that replaces an embedding, and its keyword arguments."""
-    arguments = {"padding_idx": module.padding_idx, "rows": rows}
+    arguments = {"padding_idx": module.padding_idx, "rows": rows, "ids": map}
     if isinstance(module, nn.EmbeddingBag):
         return EmbeddingBag, {**arguments, "mode": module.mode, "include_last_offset": module.include_last_offset}
     return Embedding, arguments
 
 
-def _replacement(name: str, module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig, given: TorchArguments) -> RowsModule:
-    kind, arguments = _wanted(module, rows)
-    new = kind.from_pretrained(module.weight, not module.weight.requires_grad, **arguments, **given)
+def _replacement(
+    name: str, module: nn.EmbeddingBag | nn.Embedding, rows: RowConfig, map: IdMap | None, given: TorchArguments
+) -> RowsModule:  # fmt: skip
+    kind, arguments = _wanted(module, rows, map)
+    if map is None:
+        new = kind.from_pretrained(module.weight, not module.weight.requires_grad, **arguments, **given)
+    else:
+        place: TorchArguments = {"device": module.weight.device, "dtype": module.weight.dtype}
+        new = kind(*_shape(module, map), **arguments, **{**place, **given})
+        new.requires_grad_(module.weight.requires_grad)
     new.arena.rename([name])  # for error messages
     return new.train(module.training)
 

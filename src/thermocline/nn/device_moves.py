@@ -41,6 +41,9 @@ def move_tensors(held: Any, move: Callable[[Tensor], Tensor]) -> None:
             setattr(held, name, value._replace(fields_F8=move(value.fields_F8)))
         elif isinstance(value, list):
             setattr(held, name, [move(item) if isinstance(item, Tensor) else item for item in value])
+            for item in value:
+                if type(item).__module__.startswith(_OURS) and hasattr(item, "__dict__"):
+                    move_tensors(item, move)
         elif type(value).__module__.startswith(_OURS) and hasattr(value, "__dict__"):
             move_tensors(value, move)
 

@@ -46,12 +46,12 @@ class _SingleTable(RowsModule):
         shape = check_sizes("table", *shape)
         if ids is not None:
             check_map(ids, shape[0], "table", "input")
-            if padding_idx is not None:
+            if padding_idx is not None and not ids.is_elastic:
                 message = f"padding_idx is {padding_idx} and ids {ids}; padding_idx is a row: map ids before the module"
                 raise BadInput(message, parameter="padding_idx", value=padding_idx)
         super().__init__([TableRequest(*shape, rows.precision)], [0], rows, device, dtype)
         self.num_embeddings, self.embedding_dim = shape
-        self.padding_idx = _row_of_padding(padding_idx, shape[0])
+        self.padding_idx = padding_idx if ids is not None and ids.is_elastic else _row_of_padding(padding_idx, shape[0])
         self.ids = IdMap.identity(shape[0]) if ids is None else ids
         self.maps = FeatureMaps.needed(["input"], [ids], [shape[0]], self.arena.device)
         self.reset_parameters()
@@ -98,6 +98,8 @@ class _SingleTable(RowsModule):
     def _copy_rows(self) -> Tensor:
         """All rows, read outside of compiled graphs: their backward runs Python."""
         copied = self.read_table(0)
+        if self.maps is not None and self.maps.elastic:
+            self.maps.wait_for_backward()
         return trained_weight(self.trained, copied) if self._trains() else copied
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -106,7 +108,10 @@ class _SingleTable(RowsModule):
         super().__setattr__(name, value)
 
     def reset_parameters(self) -> None:
-        """Draw rows from N(0, 1), as torch does; the padding row is zero."""
+        """Draw rows from N(0, 1), as torch does; the padding row is zero. Elastic rows: see `IdMap.elastic`."""
+        if self.maps is not None and self.maps.elastic:
+            self.maps.start(self)
+            return
         self.draw_rows(0, 0, self.num_embeddings, Tensor.normal_)
         if self.padding_idx is not None:
             zeros_1D = torch.zeros(1, self.embedding_dim, dtype=torch.float32)
@@ -151,7 +156,7 @@ class EmbeddingBag(_SingleTable):
         num_embeddings: rows of the table.
         embedding_dim: columns of a row.
         mode: "sum", "mean" or "max".
-        padding_idx: row that is neither pooled nor updated.
+        padding_idx: row that is neither pooled nor updated; with elastic ids, the id.
         include_last_offset: whether `offsets` ends with the number of ids.
         rows: how rows are stored and trained.
         ids: map from raw ids to rows; by default ids are rows.
@@ -257,7 +262,7 @@ class Embedding(_SingleTable):
     Args:
         num_embeddings: rows of the table.
         embedding_dim: columns of a row.
-        padding_idx: row that is not updated.
+        padding_idx: row that is not updated; with elastic ids, the id, which reads zeros.
         rows: how rows are stored and trained.
         ids: map from raw ids to rows; by default ids are rows.
         torch_arguments: `device`, and `dtype` of the output.
@@ -309,7 +314,11 @@ class Embedding(_SingleTable):
             refuse_capture(ids_N.device, "padding_idx", "removing padding")
             kept = (ids_N != self.padding_idx).nonzero()[:, 0]
             padding_1 = torch.full((1,), self.padding_idx, dtype=torch.int64, device=ids_N.device)
-            padding_1D = lookup(self.arena, padding_1, torch.arange(2, device=ids_N.device), mode="none").to(self.dtype)
+            ends_2 = torch.arange(2, device=ids_N.device)
+            if self.ids.is_elastic:
+                padding_1D = torch.zeros(1, self.embedding_dim, dtype=self.dtype)
+            else:
+                padding_1D = lookup(self.arena, padding_1, ends_2, mode="none").to(self.dtype)
             try:
                 out_KD = self.look_up(*self._read(ids_N[kept]), None, "none")
             except IdOutOfRange as error:

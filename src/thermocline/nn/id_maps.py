@@ -1,4 +1,4 @@
-"""The id maps of a module: which of them it needs, and how they are saved and compared.
+"""The id maps of a module: which of them it needs, how they are saved and compared, and the key tables of elastic ones.
 
 A map that changes nothing (identity over all rows of its table) is not evaluated, because the lookup checks the ids itself. A
 `state_dict` holds the other maps under `ids`, as JSON text in uint8. Loading refuses a state with other maps: its rows would
@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from thermocline.errors import BadInput, IdOutOfRange
+from thermocline.ids.elastic import ElasticRows, Evicted, KeyTable, Moved, refuse_elastic
 from thermocline.ids.feature_maps import IdMaps
-from thermocline.ids.idmap import IdMap, RowRange
+from thermocline.ids.idmap import IdMap, RowRange, SaltedHash
+
+from .backward_pass import current_pass
+from .inputs import check_integers
+
+if TYPE_CHECKING:
+    from .rows_module import RowsModule
 
 
 def check_map(map: IdMap, rows: int, table: str, feature: str) -> None:
@@ -41,12 +50,37 @@ class FeatureMaps(IdMaps):
 
     @classmethod
     def needed(
-        cls, features: Sequence[str], maps: Sequence[IdMap | None], rows: Sequence[int], device: torch.device
-    ) -> FeatureMaps | None:
-        """The maps, or None where all are identities over all rows of their tables."""
+        cls, features: Sequence[str], maps: Sequence[IdMap | None], rows: Sequence[int], device: torch.device,
+        tables: Sequence[int] = (0,),
+    ) -> FeatureMaps | None:  # fmt: skip
+        """The maps, or None where all are identities over all rows of their tables; `tables`: that of each feature."""
         full = [IdMap.identity(count) for count in rows]
         known = [own if map is None else map for map, own in zip(maps, full, strict=True)]
+        if any(each.is_elastic for each in known):
+            return ElasticMaps(features, known, tables, device)
         return None if known == full else cls(features, known, device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a `state_dict` holds beside the text of the maps."""
+        return {}
+
+    def totals(self) -> dict[str, int]:
+        """Counts for `stats`."""
+        return {}
+
+    def holds(self, table: int, first: int) -> bool:
+        """Whether ids come and go in the part of a table that begins at a row."""
+        return False
+
+    def start(self, module: RowsModule) -> None:
+        """Set the rows that ids share to their first values."""
+
+    def wait_for_backward(self) -> None:
+        """Keep all rows until no read of the module waits for its backward."""
+
+    def admit(self, module: RowsModule, ids_N: Tensor, offsets: Tensor) -> Tensor:
+        """Rows of the ids of all features. In train(), new ids get rows and cold ones lose theirs, once in each forward."""
+        return self(ids_N, offsets)
 
     def name(self, error: IdOutOfRange, tables: Sequence[str]) -> IdOutOfRange:
         """The error with its feature and table named, if one of these maps raised it."""
@@ -55,6 +89,176 @@ class FeatureMaps(IdMaps):
             if isinstance(start, RowRange) and start.rows == error.rows:
                 return error.named(tables[error.feature], self.features[error.feature])
         return error
+
+
+class ElasticMaps(FeatureMaps):
+    """Id maps of which some are elastic, and their key tables: one for all features that share one part of a table."""
+
+    elastic = True
+
+    def __init__(
+        self, features: Sequence[str], maps: Sequence[IdMap], tables: Sequence[int], device: torch.device
+    ) -> None:  # fmt: skip
+        _check_shared(features, maps, tables)
+        refuse_device(device)
+        super().__init__(features, maps, device)
+        self.places = sorted({(t, map.first) for t, map in zip(tables, maps, strict=True) if map.is_elastic})
+        self.users = [
+            [f for f, map in enumerate(maps) if map.is_elastic and (tables[f], map.first) == place] for place in self.places
+        ]
+        self.keys: list[KeyTable] = []
+        for users in self.users:
+            policy = maps[users[0]].start
+            assert isinstance(policy, ElasticRows)
+            self.keys.append(KeyTable(policy, SaltedHash(1, policy.salt).key, device))
+
+    @property
+    def bytes(self) -> int:
+        return super().bytes + sum(keys.bytes for keys in self.keys)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"elastic{n}_{name}": each for n, keys in enumerate(self.keys) for name, each in keys.tensors().items()}
+
+    def totals(self) -> dict[str, int]:
+        states = [keys.state() for keys in self.keys]
+        names = {
+            "ids_admitted": "admitted",
+            "ids_evicted": "evicted",
+            "id_lookups": "lookups",
+            "shared_lookups": "shared_lookups",
+        }
+        return {name: sum(int(state[field]) for state in states) for name, field in names.items()}
+
+    def holds(self, table: int, first: int) -> bool:
+        return (table, first) in self.places
+
+    def start(self, module: RowsModule) -> None:
+        if module.arena.device.type == "meta":
+            return
+        for (table, first), keys in zip(self.places, self.keys, strict=True):
+            spec, shared_S = module.arena.tables[table], first + keys.rules.rows + torch.arange(keys.policy.shared)
+            module.arena.write(table, shared_S, keys.shared_values(spec.dim))
+
+    def wait_for_backward(self) -> None:
+        for keys in self.keys:
+            keys.read(keys.keys[:0], trains=True)
+
+    def admit(self, module: RowsModule, ids_N: Tensor, offsets: Tensor) -> Tensor:
+        batch = (offsets.numel() - 1) // len(self.maps)
+        if len(self.maps) == 1:
+            return self._look_up(module, 0, ids_N.long().contiguous())
+        rows_N = self(ids_N, offsets)
+        ends = offsets[::batch].tolist() if batch else [0] * (len(self.maps) + 1)
+        for n, users in enumerate(self.users):
+            own_N = self._look_up(module, n, torch.cat([ids_N[ends[f] : ends[f + 1]] for f in users]).long())
+            for f, part_N in zip(users, own_N.split([ends[f + 1] - ends[f] for f in users]), strict=True):
+                rows_N[ends[f] : ends[f + 1]] = part_N
+        return rows_N
+
+    def _look_up(self, module: RowsModule, n: int, ids_N: Tensor) -> Tensor:
+        """Rows of ids of one key table, which changes in train()."""
+        keys, placeholder = self.keys[n], module.placeholder
+        if module.training and placeholder.requires_grad and current_pass() < 0:  # a pass looks up again what was looked up
+            rows_N, moved = keys.step(ids_N, bool(placeholder.open) or placeholder.pending is not None)
+            self.replace_rows(module, n, moved)
+        else:
+            rows_N = keys.read(ids_N, placeholder.requires_grad and torch.is_grad_enabled())
+        return rows_N + self.places[n][1] if self.places[n][1] else rows_N
+
+    @torch.no_grad()
+    def replace_rows(self, module: RowsModule, n: int, moved: Moved) -> None:
+        """Take the rows of ids that went out of the cache, and begin those of ids that came, without optimizer state."""
+        (table, first), keys = self.places[n], self.keys[n]
+        arena, trainer = module.arena, module.trainer
+        if keys.on_evict is not None and moved.went_E.numel():
+            keys.on_evict(moved.went_E, arena.read(table, moved.left_E + first))
+        if moved.left_E.numel() + moved.came_K.numel():
+            arena.release(table, first + torch.cat([moved.rows_K, moved.left_E]).unique())
+        if moved.came_K.numel():
+            arena.write(table, moved.rows_K + first, keys.first_values(moved.came_K, arena.tables[table].dim))
+            for state in arena.state_views(table, trainer.states, trainer.optimizer.states_per_row > 0):
+                state[moved.rows_K + first] = 0.0
+
+
+class ElasticIds:
+    """The ids that have rows of an elastic table, from `module.elastic()`.
+
+    Example::
+
+        bag = thermocline.EmbeddingBag(1000, 16, ids=thermocline.IdMap.elastic(1000))
+        bag(torch.tensor([[7, -3]]))
+        ids = bag.elastic()
+        ids.state()["used"], ids.ids(), bag.get_rows(ids.rows_of(torch.tensor([7])))
+    """
+
+    def __init__(self, module: RowsModule, n: int) -> None:
+        assert isinstance(module.maps, ElasticMaps)
+        self._module, self._n = module, n
+        self._keys, self._first = module.maps.keys[n], module.maps.places[n][1]
+
+    def state(self) -> dict[str, float]:
+        """Numbers of the table.
+
+        Returns:
+            `rows` for ids; `used` and `pinned` ones; `load` (used / rows); ids `admitted`, `evicted` (of them `expired`),
+            `refused` (found only rows hotter or in use), `dropped` (by loading into fewer rows); `lookups` of training, of them
+            `shared_lookups` read shared rows; the same in eval(); `waiting` ids without a row in the last step; `steps`.
+        """
+        return self._keys.state()
+
+    def ids(self) -> Tensor:
+        """The ids that have a row of their own."""
+        return self._keys.keys[self._keys.occupied()]
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """The table's row of each id, or -1 for ids that read shared rows."""
+        check_integers(ids)
+        rows_N, missed_M = self._keys.find(ids.reshape(-1).long().contiguous())
+        return (rows_N + self._first).index_fill(0, missed_M, -1).view(ids.shape)
+
+    def pin(self, ids: Tensor) -> None:
+        """Give ids rows of their own, which they keep; raises `BadInput` if their buckets have no room."""
+        check_integers(ids)
+        maps = self._module.maps
+        assert isinstance(maps, ElasticMaps)
+        maps.replace_rows(self._module, self._n, self._keys.pin(ids))
+
+    def unpin(self, ids: Tensor) -> None:
+        """Let pinned ids go again when they are cold."""
+        check_integers(ids)
+        self._keys.unpin(ids)
+
+    def on_evict(self, call: Evicted | None) -> None:
+        """Call `call(ids, rows)` with evicted ids and their rows (fp32) before other ids get the rows; copies have none."""
+        self._keys.on_evict = call
+
+
+def elastic_ids(module: RowsModule, feature: str | None) -> ElasticIds:
+    """The elastic ids of a feature; by default of the only elastic table."""
+    maps = module.maps
+    known = {maps.features[f]: n for n, users in enumerate(maps.users) for f in users} if isinstance(maps, ElasticMaps) else {}
+    numbers = set(known.values()) if feature is None else {known[feature]} if feature in known else set()
+    if len(numbers) != 1:
+        message = f"feature {feature!r} has no elastic ids of its own; {', '.join(known) or 'none'} have: name one of these"
+        raise BadInput(message, parameter="feature", value=feature, available=list(known))
+    return ElasticIds(module, numbers.pop())
+
+
+def refuse_device(device: torch.device) -> None:
+    if device.type not in ("cpu", "meta"):
+        refuse_elastic(f"on {device.type}", "train on device='cpu'", device=device)
+
+
+def _check_shared(features: Sequence[str], maps: Sequence[IdMap], tables: Sequence[int]) -> None:
+    """Raise if features share rows of a table by different rules, of which one is elastic."""
+    for (f, a), (g, b) in combinations(enumerate(maps), 2):
+        apart = a.first >= b.rows or b.first >= a.rows
+        if tables[f] == tables[g] and a != b and not apart and (a.is_elastic or b.is_elastic):
+            message = (
+                f"features {features[f]!r} and {features[g]!r} share rows of a table by different id maps, {a} and {b}; "
+                "elastic rows need the same map for all features, or tables of their own"
+            )
+            raise BadInput(message, parameter="ids", features=(features[f], features[g]), value=(a, b))
 
 
 def maps_as_text(maps: FeatureMaps | None) -> Tensor | None:

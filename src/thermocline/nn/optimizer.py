@@ -221,7 +221,7 @@ class _WithDeferredBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tie: Tensor, weights_N: Tensor | None, done: tuple[Any, ...]) -> Tensor:
         ctx.arena, ctx.placeholder, call, out, winners = done
-        ctx.mode = call.mode
+        ctx.mode, ctx.opened = call.mode, None  # `opened` of elastic rows
         ctx.save_for_backward(call.ids_N, call.offsets, weights_N, winners)
         return out  # type: ignore[no-any-return]
 
@@ -232,6 +232,8 @@ class _WithDeferredBackward(torch.autograd.Function):
         call = LookupCall(ids_N, offsets, weights_N, ctx.mode)
         if ctx.needs_input_grad[1]:
             weights_grad = weight_gradient(arena.arrays, call, grad).to(weights_N.dtype)
+        if ctx.opened is not None:
+            ctx.opened.close()
         ctx.placeholder.accumulate(pending_of(arena, call, winners, grad))
         return None, weights_grad, None
 

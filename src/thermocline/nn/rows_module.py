@@ -15,6 +15,7 @@ The arrays of the arena are neither parameters nor buffers, because casts such a
     tables                   sizes and precisions as text (uint8), compared on loading
     ids                      id maps as text, compared on loading; none where ids are rows
     row_state                all of these, packed, beside `weight`: only in folders of transformers
+    elastic*_*               ids that have rows, with their counts (`ids/elastic.py`)
 
 A lookup trains if gradients are enabled and the placeholder parameter requires a gradient, also in eval(), as in torch.
 Otherwise a backward through its output changes no row.
@@ -38,11 +39,11 @@ from thermocline.kernels.layout import Cache
 from thermocline.rows.memory import MemoryUsage, pin
 from thermocline.rows.training import Trainer
 
-from .backward_pass import OpenLookup
-from .config import RowConfig, TableRequest, make_arena
+from .backward_pass import OpenLookup, OpenRows
+from .config import RowConfig, TableRequest, arena_text, make_arena
 from .device_moves import as_integers, check_keeps, materialize, move_tensors
 from .heat_profile import heat_of
-from .id_maps import FeatureMaps, difference, maps_as_text
+from .id_maps import ElasticIds, FeatureMaps, difference, elastic_ids, maps_as_text, refuse_device
 from .inputs import Given, check_integers, check_is_tensor, refuse_torchscript
 from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
 from .optimizer import FusedOptimizer, Trained, deferred_lookup
@@ -116,12 +117,14 @@ class RowsModule(nn.Module):
         Compiled graphs give the id of their padding; else ids come without it.
         """
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
+        if (elastic := maps is not None and maps.elastic) and torch.compiler.is_compiling():
+            return _look_up_uncompiled(self, ids, offsets, weights, mode)
         trains = self._trains()
         if self.follows_autocast and torch.is_autocast_enabled(arena.device.type):
             dtype = torch.get_autocast_dtype(arena.device.type)
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
         try:
-            rows = ids if maps is None else maps(ids, offsets)
+            rows = ids if maps is None else maps.admit(self, ids, offsets) if elastic else maps(ids, offsets)
             call = LookupCall(rows, offsets, weights, F.MODES.index(mode), kernel_dtype)
             if not trains:
                 out = ops.lookup(arena.arrays, call, padding=padding)
@@ -129,6 +132,8 @@ class RowsModule(nn.Module):
                 out = ops.lookup(arena.arrays, call, self.trained.token, trainer.placeholder, self.trained.name, padding)
             elif self.rows.update == "step":
                 out = deferred_lookup(arena, call, trainer.placeholder, self.trained.placeholder)
+                if elastic:
+                    out.grad_fn.opened = OpenRows(self.trained)  # type: ignore[union-attr]
             else:
                 out = ops.lookup(arena.arrays, call, trainer.arrays, trainer.placeholder)
                 out.grad_fn.opened = OpenLookup(self.trained)  # type: ignore[union-attr]
@@ -205,9 +210,20 @@ class RowsModule(nn.Module):
 
         Returns:
             The counts by name; after `prefetch` also rows and bytes that it moved, after `warm` also the predicted hits. Empty
-            without a cache.
+            without a cache. Elastic ids add those of `elastic().state()`, summed.
         """
-        return self.arena.stats()
+        return self.arena.stats() | ({} if self.maps is None else self.maps.totals())
+
+    def elastic(self, feature: str | None = None) -> ElasticIds:
+        """The ids that have rows of an elastic table: their numbers, pinned ids, and what becomes of evicted ones.
+
+        Args:
+            feature: a feature of the table; needed where there are several elastic tables.
+
+        Raises:
+            BadInput: there is no such feature, or its ids are not elastic.
+        """
+        return elastic_ids(self, feature)
 
     def heat(self) -> HeatProfile:
         """The recent heat of rows: counts of cached rows, and an estimate of the others. Waits for the GPU.
@@ -279,6 +295,8 @@ class RowsModule(nn.Module):
         if materialize(self, fn):  # to_empty, from the meta device
             return self
         check_keeps(fn, self.arena.device)
+        if self.maps is not None and self.maps.elastic:
+            refuse_device(fn(torch.empty(0, device=self.arena.device)).device)
         move = as_integers(fn)
         self.arena.unstage()  # staged rows are found by distances between arrays
         device, on_cpu = self.arena.device, self.arena.cache[-2:]
@@ -302,18 +320,15 @@ class RowsModule(nn.Module):
         parts = zip(Cache._fields, self.arena.cache, strict=False)
         cache = {f"cache_{name}": part for name, part in parts if part.numel() and name != "home"}
         rows = {"codes": self.arena.codes, "meta": self.arena.meta}
-        return {**rows, **states, "hyper": trainer.hyper, "clock": trainer.clock, **cache}
+        keys = {} if self.maps is None else self.maps.tensors()
+        return {**rows, **states, "hyper": trainer.hyper, "clock": trainer.clock, **cache, **keys}
 
     def weight_keys(self) -> Mapping[str, int]:
         """Names under which plain fp32 rows of a table are accepted."""
         return {"weight": 0}
 
     def _text(self) -> Tensor:
-        text = "; ".join(f"{t.rows} x {t.dim} {t.precision}" for t in self.arena.tables)
-        if self.arena.pools:
-            kinds = [f"{p.slots} slots for {p.dim} {F.NAMES[p.format]}, {p.int8_slots} of them near" for p in self.arena.pools]
-            text += f"; {'; '.join(kinds)}; {F.POLICIES[self.arena.layout.tables.policy]}"
-        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        return arena_text(self.arena)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, tensor in self._arrays().items():
@@ -365,6 +380,9 @@ class RowsModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fused": None, "_prefetched": PrefetchedBatches()}
+
+
+_look_up_uncompiled = torch.compiler.disable(RowsModule.look_up)
 
 
 def fused_optimizer(model: nn.Module) -> FusedOptimizer:

@@ -346,6 +346,13 @@ class Arena:
         meta_RW[rows_N] = meta_NW
         codes_RB[rows_N.to(codes_RB.device)] = codes_NB.to(codes_RB.device)
 
+    def release(self, table: int, rows_N: Tensor) -> None:
+        """Take distinct rows out of the cache without writing them back: their values become arbitrary."""
+        _, meta_RW, row, format, _ = self.views(table)
+        self.before_write(rows_N + row)
+        if self.cache and F.META_WORDS[format]:
+            slot_cache.release(meta_RW, Cache(*self.cache), self.pools, rows_N, row)
+
     def import_fused(self, table: int, packed: Tensor, requantize_negative: bool = False) -> None:
         """Fill a table of an affine precision from torch's or FBGEMM's fused form, bit for bit (see `fused_quantized.py`)."""
         self.flush()

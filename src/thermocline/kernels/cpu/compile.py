@@ -40,11 +40,12 @@ from .cache_folder import private_folder, say
 
 _log = logging.getLogger("thermocline")
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
-_MODULES = tuple(f"{name}.cpu" for name in "cache exchange gather ids ngrams quantize serve sum_gradients update".split())
+_FOLDERS = "cache elastic exchange gather ids ngrams quantize serve sum_gradients update"
+_MODULES = tuple(f"{name}.cpu" for name in _FOLDERS.split())
 _TYPES = {"B": torch.uint8, "i": torch.int32, "q": torch.int64, "f": torch.float32, "d": torch.float64}  # as in `struct`
 
 # Kernels that are compiled together, at the first call of one: a training model does not wait for those of a server.
-OWN_GROUPS, TRAIN = ("exchange", "ids", "ngrams", "quantize", "serve"), "train"
+OWN_GROUPS, TRAIN = ("elastic", "exchange", "ids", "ngrams", "quantize", "serve"), "train"
 UNUSED_SECONDS = 30 * 24 * 3600  # seconds after which kernels of another version are deleted
 _kernels: list[Kernel] = []
 _names: Counter[tuple[str, str]] = Counter()  # of decorated functions

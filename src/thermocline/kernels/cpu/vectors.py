@@ -359,6 +359,17 @@ def add_u32(e: Emit, base: Any, index: Any, value: Any) -> None:
     e.builder.atomic_rmw("add", pointer, e.builder.trunc(value, _I32), "monotonic")
 
 
+@block("i64 i64 -> i64")
+def equal_bytes(e: Emit, address: Any, byte: Any) -> Any:
+    """Which of the 64 bytes at an address are equal to a byte, one bit each."""
+    line = ir.VectorType(_I8, 64)
+    found = e.builder.load(e.builder.inttoptr(address, line.as_pointer()), align=1)
+    one = e.builder.insert_element(ir.Constant(line, ir.Undefined), e.builder.trunc(byte, _I8), ir.Constant(_I32, 0))
+    mask = ir.Constant(ir.VectorType(_I32, 64), [0] * 64)
+    wanted = e.builder.shuffle_vector(one, ir.Constant(line, ir.Undefined), mask)
+    return e.builder.bitcast(e.builder.icmp_unsigned("==", found, wanted), _I64)
+
+
 lowest_bit = block("i64 -> i64")(lambda e, bits: e.builder.cttz(bits, ir.Constant(_I1, 1)))  # its index; bits are not 0
 ones = block("i64 -> i64")(lambda e, bits: e.builder.ctpop(bits))
 bits_of = block("f32 -> i64")(lambda e, value: e.widen(e.builder.bitcast(value, _I32)))

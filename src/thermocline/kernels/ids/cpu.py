@@ -21,21 +21,32 @@ _27, _30, _31, _32, _LOW = np.uint64(27), np.uint64(30), np.uint64(31), np.uint6
 
 
 @helper
-def mixed(id, key):
-    """64 bits of an id."""
-    z = (np.uint64(id) ^ np.uint64(key)) * _GOLDEN
+def mix(z):
+    """The finalizer of SplitMix64."""
     z = (z ^ (z >> _30)) * _MIX1
     z = (z ^ (z >> _27)) * _MIX2
     return z ^ (z >> _31)
 
 
 @helper
-def hashed(id, key, rows):
-    """Row of a hashed id."""
-    z, n = mixed(id, key), np.uint64(rows)
+def hash_id(id, key):
+    """64 bits (unsigned) of an id."""
+    return mix((np.uint64(id) ^ np.uint64(key)) * _GOLDEN)
+
+
+@helper
+def reduce_to(z, rows):
+    """The number below `rows` of a hash: the high word of their product."""
+    n = np.uint64(rows)
     a, b, c, d = z >> _32, z & _LOW, n >> _32, n & _LOW
     middle = a * d + ((b * d) >> _32)
     return np.int64(a * c + (middle >> _32) + ((b * c + (middle & _LOW)) >> _32))
+
+
+@helper
+def hashed(id, key, rows):
+    """Row of a hashed id."""
+    return reduce_to(hash_id(id, key), rows)
 
 
 @helper

@@ -11,7 +11,7 @@ from torch import Tensor
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import addresses, helper, kernel
 from thermocline.kernels.cpu.vectors import get_i64, put_i64
-from thermocline.kernels.ids.cpu import hashed, mixed
+from thermocline.kernels.ids.cpu import hash_id, hashed
 from thermocline.kernels.ids.fields import GOLDEN
 
 from .reference import bad_token
@@ -43,7 +43,7 @@ def _rows(
             token = get_i64(tokens, i - known)
             if _is_excluded(excluded, excluded_count, token):
                 break
-            gram = mixed(token, gram)
+            gram = hash_id(token, gram)
             put_i64(grams, known, np.int64(gram))
             known += 1
         for slot in range(slots):

@@ -6,7 +6,7 @@ row exactly. Rows that were cached when the checkpoint was written are rounded t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,8 @@ from thermocline.checkpoint.format.manifest import Section
 from thermocline.checkpoint.format.tensor_files import damaged, sha256_of
 from thermocline.checkpoint.reader import Checkpoint, Delta
 from thermocline.heat.profile import HeatProfile, add_up
+from thermocline.ids.elastic import refuse_elastic
+from thermocline.ids.idmap import IdMap
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.plan.model import Plan
 from thermocline.rows.precision import format_of
@@ -38,6 +40,7 @@ class CheckpointSource:
         self.checkpoint = Checkpoint.open(folder)
         self.checkpoint.check_rows()
         manifest = self.checkpoint.manifest
+        check_servable(self.checkpoint.id_maps)
         formats = [format_of(t.precisions[0]) if len(t.precisions) == 1 else F.FP32 for t in manifest.tables]
         served = zip(manifest.tables, formats, strict=True)
         self.tables = [ServedTable(t.name, t.rows, t.dim, format, t.features) for t, format in served]
@@ -121,3 +124,10 @@ def _row_deltas(deltas: Sequence[Delta], table: str) -> Iterator[RowDelta]:
 def _put_values(put: Put, layout: ShardedTableLayout, rows_K: torch.Tensor, values_KD: torch.Tensor) -> None:
     codes_KB, meta_KW = quantize_rows(values_KD, layout.table.format, None, None)
     put(layout, rows_K.numpy(), codes_KB.numpy(), meta_KW.numpy())
+
+
+def check_servable(id_maps: Mapping[str, IdMap]) -> None:
+    """Raise for elastic ids: without their keys every id would read a shared row."""
+    for feature, map in id_maps.items():
+        if map.is_elastic:
+            refuse_elastic(f"in serving (feature {feature!r})", "look rows up in a loaded module", feature=feature)

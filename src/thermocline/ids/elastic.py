@@ -1,0 +1,308 @@
+"""Ids that come and go: `ElasticRows`, the rule of an `IdMap.elastic`, and `KeyTable`, the ids that have rows now.
+
+    rows of a table     | rows that ids have to themselves, in buckets of 64 | shared rows |
+
+`kernels/elastic/reference.py` defines how ids get and lose rows, `docs/decisions/elastic_ids.md` has the reasons. A key table
+changes only in training steps; everything about it is in tensors, so that state dicts and checkpoints hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from thermocline.errors import BadInput
+from thermocline.kernels.dispatch import implementation_for
+from thermocline.kernels.elastic import fields as K
+from thermocline.kernels.elastic.fields import KeyArrays, KeyRules
+from thermocline.kernels.elastic.reference import as_bytes, bucket_of, placing_order, score
+from thermocline.kernels.ids.reference import hash_ids, signed
+
+EVICTIONS = ("lfu", "lru")
+_SWEEPS = 8  # in a time to live: expired rows leave at the next
+_MOST_STEPS = 1 << 30
+_SHARED_KEY = 0x5EED_54A4ED  # of the first values of shared rows
+_COUNTS = (
+    "admitted", "evicted", "expired", "refused", "dropped", "lookups", "shared_lookups", "eval_lookups", "shared_eval_lookups",
+    "waiting", "steps",
+)  # fmt: skip
+(
+    ADMITTED, EVICTED, EXPIRED, REFUSED, DROPPED, LOOKUPS, SHARED, EVAL_LOOKUPS, EVAL_SHARED, WAITING, STEPS,
+    BARRIER, WINDOW,
+) = range(13)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ElasticRows:
+    """How ids share and leave the rows of a table; `IdMap.elastic` documents the fields."""
+
+    rows: int
+    admit_after: int = 1
+    shared: int = 16
+    evict: str = "lfu"
+    half_life: int = 1000
+    ttl: int | None = None
+    salt: int = 0
+    init: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("shared", 1, 1 << 20), ("admit_after", 1, K.MOST), ("half_life", 1, _MOST_STEPS)):
+            _check_int(name, getattr(self, name), low, high)
+        _check_int("rows", self.rows, self.shared + 1, 1 << 31, f": {self.shared} shared rows, and one for each id")
+        if self.ttl is not None:
+            _check_int("ttl", self.ttl, 1, _MOST_STEPS, ", training steps")
+        if self.evict not in EVICTIONS:
+            raise BadInput(f"evict is {self.evict!r}; use one of {', '.join(EVICTIONS)}", parameter="evict", value=self.evict)
+        if not isinstance(self.salt, Integral):
+            raise BadInput(f"salt is {self.salt!r}; use an int", parameter="salt", value=self.salt)
+        if self.init is not None and not (isinstance(self.init, Real) and 0 <= float(self.init) < float("inf")):
+            raise BadInput(f"init is {self.init!r}; use the bound of uniform first values", parameter="init", value=self.init)
+        for name in ("rows", "admit_after", "shared", "half_life"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        object.__setattr__(self, "salt", int(self.salt) & ((1 << 64) - 1))
+        object.__setattr__(self, "ttl", None if self.ttl is None else int(self.ttl))
+        object.__setattr__(self, "init", None if self.init is None else float(self.init))
+
+    @property
+    def own(self) -> int:
+        """Rows that ids have to themselves."""
+        return self.rows - self.shared
+
+    @property
+    def bound(self) -> float:
+        """Bound of the first values of rows."""
+        return self.own**-0.5 if self.init is None else self.init
+
+
+def _check_int(name: str, value: Any, low: int, high: int, why: str = "") -> None:
+    if not (isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high):
+        raise BadInput(f"{name} is {value!r}; use an int from {low} to {high}{why}", parameter=name, value=value, needed=low)
+
+
+Evicted = Callable[[Tensor, Tensor], None]  # gets ids and the values of their rows
+
+
+class Moved(NamedTuple):
+    """The ids that came and went in a training step."""
+
+    came_K: Tensor
+    rows_K: Tensor  # of the ids that came
+    went_E: Tensor
+    left_E: Tensor  # rows of the ids that went
+
+
+_NONE = Moved(*(torch.zeros(0, dtype=torch.int64) for _ in range(4)))
+
+
+class KeyTable:
+    """The ids that have rows of an elastic table, and their heat. Rows count from the first row of the map."""
+
+    def __init__(self, policy: ElasticRows, key: int, device: torch.device | str = "cpu") -> None:
+        self.policy = policy
+        self.rules = KeyRules(policy.own, policy.shared, signed(key), policy.half_life, policy.evict == "lru")
+        self.on_evict: Evicted | None = None
+        words, buckets = K.BUCKET // 4, -(-policy.own // K.BUCKET)
+        self.keys = torch.zeros(policy.own, dtype=torch.int64, device=device)
+        self.last = torch.zeros(policy.own, dtype=torch.int32, device=device)
+        self.tags, self.heat = (torch.zeros(words * buckets, dtype=torch.int32, device=device) for _ in range(2))
+        self.sketch = torch.zeros(-(-K.DEPTH * self.rules.width // 4), dtype=torch.int32, device=device)
+        self.counts = torch.zeros(WINDOW + 1, dtype=torch.int64, device=device)
+
+    @property
+    def arrays(self) -> KeyArrays:
+        return KeyArrays(self.keys, self.last, self.tags, self.heat, self.sketch)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state by name."""
+        return {**self.arrays._asdict(), "counts": self.counts}
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"on_evict": None}  # it belongs to the process
+
+    @property
+    def _kernels(self) -> Any:
+        return implementation_for("elastic", self.keys)
+
+    def state(self) -> dict[str, float]:
+        """Numbers of the table; `ElasticIds.state` documents them."""
+        used = self.occupied().numel()
+        sizes = {"rows": self.rules.rows, "used": used, "pinned": int((self.last == K.PINNED).sum())}
+        return {**sizes, "load": used / self.rules.rows, **dict(zip(_COUNTS, self.counts.tolist(), strict=False))}
+
+    def occupied(self) -> Tensor:
+        """The rows that belong to ids, ascending."""
+        return (as_bytes(self.tags)[: self.rules.rows] != 0).nonzero()[:, 0]
+
+    def find(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(the row of each id, its own or a shared one; positions of ids that have none)."""
+        rows_N, missed_M = self._kernels.find(self.arrays, self.rules, ids_N)
+        return rows_N, missed_M
+
+    def read(self, ids_N: Tensor, trains: bool) -> Tensor:
+        """`find` outside of training steps; if gradients may follow, rows stay until no lookup waits for its backward."""
+        (rows_N, missed_M), counts = self.find(ids_N), self.counts.numpy()
+        counts[EVAL_LOOKUPS] += ids_N.numel()
+        counts[EVAL_SHARED] += missed_M.numel()
+        if trains:
+            counts[BARRIER] = 0
+        return rows_N
+
+    def step(self, ids_N: Tensor, protect: bool) -> tuple[Tensor, Moved]:
+        """Look up a batch in training: (the row of each id, the ids that came and went).
+
+        With `protect`, rows that were used since the last step without it stay: gradients for them may still come.
+        """
+        self._rebase()
+        counts = self.counts.numpy()
+        counts[STEPS] += 1
+        step = int(counts[STEPS])
+        if not protect:
+            counts[BARRIER] = step
+        expired_E = self._expire(step)
+        rows_N, missed_M = self.find(ids_N)
+        self._kernels.touch(self.arrays, self.rules, rows_N, step)
+        moved = self._admit(ids_N[missed_M], expired_E) if missed_M.numel() + expired_E.numel() else _NONE
+        shared = missed_M.numel()
+        if moved.came_K.numel():
+            rows_N[missed_M], left_M = self.find(ids_N[missed_M])
+            shared = left_M.numel()
+        counts[LOOKUPS] += ids_N.numel()
+        counts[SHARED] += shared
+        if not missed_M.numel():
+            counts[WAITING] = 0
+        return rows_N, moved
+
+    def _admit(self, ids_M: Tensor, expired_E: Tensor) -> Moved:
+        """Count lookups of ids without a row, and give rows to those with enough."""
+        counts, (arrays, rules, kernels) = self.counts.numpy(), (self.arrays, self.rules, self._kernels)
+        ids_U, counts_U = ids_M.unique(return_counts=True)
+        heat_U = kernels.count(arrays, rules, ids_U, counts_U)
+        self._age_sketch(ids_M.numel())
+        ready_U = heat_U >= self.policy.admit_after
+        ids_C = ids_U[ready_U]
+        went_E = self.keys[expired_E]
+        rows_C, before_C, left_C = kernels.place(
+            arrays, rules, ids_C, heat_U[ready_U], int(counts[STEPS]), int(counts[BARRIER])
+        )
+        placed_C = rows_C >= 0
+        moved = Moved(
+            ids_C[placed_C], rows_C[placed_C], torch.cat([went_E, before_C[left_C]]), torch.cat([expired_E, rows_C[left_C]])
+        )
+        counts[ADMITTED] += moved.came_K.numel()
+        counts[EVICTED] += moved.went_E.numel()
+        counts[EXPIRED] += expired_E.numel()
+        counts[REFUSED] += ids_C.numel() - moved.came_K.numel()
+        counts[WAITING] = ids_U.numel() - moved.came_K.numel()
+        return moved
+
+    def pin(self, ids: Tensor) -> Moved:
+        """Give ids a row, if they have none, and keep it for good."""
+        counts, ids_U = self.counts.numpy(), ids.reshape(-1).long().unique()
+        ids_C = ids_U[self.find(ids_U)[1]]
+        before = [tensor.clone() for tensor in self.arrays]
+        rows_C, before_C, left_C = self._kernels.place(
+            self.arrays, self.rules, ids_C, torch.full_like(ids_C, K.MOST), int(counts[STEPS]), max(1, int(counts[BARRIER]))
+        )
+        if failed := int((rows_C < 0).sum()):
+            for tensor, old in zip(self.arrays, before, strict=True):
+                tensor.copy_(old)
+            message = f"{failed} of {ids_C.numel()} ids find only pinned rows, or rows in use, in their bucket; pin fewer ids"
+            raise BadInput(message, parameter="ids", value=ids_C.numel(), needed=failed)
+        self.last[self.find(ids_U)[0]] = K.PINNED
+        counts[ADMITTED] += ids_C.numel()
+        counts[EVICTED] += int(left_C.sum())
+        return Moved(ids_C, rows_C, before_C[left_C], rows_C[left_C])
+
+    def unpin(self, ids: Tensor) -> None:
+        """Let pinned ids go again, as if they were looked up now."""
+        rows_U = self.find(ids.reshape(-1).long())[0].unique()
+        rows_U = rows_U[rows_U < self.rules.rows]
+        self.last[rows_U[self.last[rows_U] == K.PINNED]] = int(self.counts[STEPS])
+
+    def _age_sketch(self, lookups: int) -> None:
+        """Halve the counters of the sketch after every `width` lookups that it counted."""
+        counts = self.counts.numpy()
+        counts[WINDOW] += lookups
+        halvings, counts[WINDOW] = divmod(int(counts[WINDOW]), self.rules.width)
+        if halvings:
+            cells = as_bytes(self.sketch)
+            cells.copy_((cells.int() >> min(halvings, 8)).byte())
+
+    def _expire(self, step: int) -> Tensor:
+        """Free the rows that were not used for more than `ttl` steps, eight times in `ttl`; returns them."""
+        ttl = self.policy.ttl
+        if ttl is None or step % max(1, ttl // _SWEEPS):
+            return _NONE.left_E
+        old = (
+            (self.last != K.PINNED)
+            & (self.last < min(step - ttl, int(self.counts[BARRIER])))
+            & (as_bytes(self.tags)[: self.rules.rows] != 0)
+        )
+        rows_E = old.nonzero()[:, 0]
+        as_bytes(self.tags)[rows_E] = 0
+        return rows_E
+
+    def _rebase(self) -> None:
+        """Subtract whole half-lives from all steps before they pass 31 bits."""
+        counts, half_life = self.counts.numpy(), self.policy.half_life
+        if counts[STEPS] < _MOST_STEPS:
+            return
+        base = int(counts[STEPS]) // 2 // half_life * half_life
+        self.last.copy_(torch.where(self.last == K.PINNED, self.last, (self.last - base).clamp(min=0)))
+        for field in (STEPS, BARRIER):
+            counts[field] = max(0, int(counts[field]) - base)
+
+    def take_over(self, saved: KeyTable) -> Tensor:
+        """Become a saved table of another size: the new row of each of its rows, shared ones included, or -1 if dropped.
+
+        Where a bucket has fewer rows than ids, the coldest are dropped. Ids that wait for a row are counted anew.
+        """
+        own, rows_K = self.rules.rows, saved.occupied()
+        ids_K, last_K = saved.keys[rows_K], saved.last[rows_K]
+        hashes_K = hash_ids(ids_K, self.rules.key)
+        heat_K = score(saved.arrays, saved.rules, rows_K, int(saved.counts[STEPS]))
+        heat_K = last_K.long() if self.rules.lru else heat_K
+        order_K = placing_order(hashes_K, torch.where(last_K == K.PINNED, 1 << 40, heat_K), own)
+        bucket_K = bucket_of(hashes_K[order_K], own)
+        begins_K = torch.searchsorted(bucket_K, bucket_K)
+        place_K = K.BUCKET * bucket_K + torch.arange(rows_K.numel()) - begins_K
+        fits_K = (place_K < K.BUCKET * (bucket_K + 1)) & (place_K < own)
+        kept_K, place_K = order_K[fits_K], place_K[fits_K]
+        remap = torch.full((saved.policy.rows,), -1)
+        remap[rows_K[kept_K]] = place_K
+        remap[saved.rules.rows :] = own + torch.arange(saved.policy.shared)
+        for tensor in self.arrays:
+            tensor.zero_()
+        self.keys[place_K], self.last[place_K] = ids_K[kept_K], last_K[kept_K]
+        as_bytes(self.tags)[place_K] = (hashes_K[kept_K] & 255).clamp(min=1).byte()
+        as_bytes(self.heat)[place_K] = as_bytes(saved.heat)[rows_K[kept_K]]
+        self.counts.copy_(saved.counts)
+        self.counts[DROPPED] += rows_K.numel() - kept_K.numel()
+        self.counts[WINDOW] = 0
+        return remap
+
+    def first_values(self, ids_K: Tensor, dim: int) -> Tensor:
+        """Values with which the rows of ids begin."""
+        return self._values(ids_K, self.rules.key, dim)
+
+    def shared_values(self, dim: int) -> Tensor:
+        """Values with which shared rows begin."""
+        return self._values(torch.arange(self.policy.shared), self.rules.key ^ _SHARED_KEY, dim)
+
+    def _values(self, ids_K: Tensor, key: int, dim: int) -> Tensor:
+        values_KD: Tensor = self._kernels.first_values(ids_K, key, dim, self.policy.bound)
+        return values_KD
+
+
+def refuse_elastic(where: str, way: str, **fields: object) -> NoReturn:
+    """Raise for a combination that elastic ids do not have yet."""
+    raise BadInput(f"elastic ids do not work {where} yet; {way}, or use IdMap.hashed", parameter="ids", **fields)

@@ -1,0 +1,220 @@
+"""Ids that come and go, on the CPU (definition: `reference.py`).
+
+`find` compares the 64 tags of a bucket at once. Threads share ids in `find` and rows in `touch`; the few ids without a row take
+theirs in one thread, in the order of `placing_order`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thermocline.kernels.cpu import threads
+from thermocline.kernels.cpu.compile import addresses, helper, kernel
+from thermocline.kernels.cpu.vectors import (
+    equal_bytes,
+    get_f32,
+    get_i64,
+    get_u8,
+    get_u32,
+    lowest_bit,
+    prefetch,
+    put_f32,
+    put_i64,
+    put_u8,
+    put_u32,
+)
+from thermocline.kernels.ids import fields as M
+from thermocline.kernels.ids.cpu import hash_id, mix, reduce_to
+from thermocline.kernels.ids.reference import hash_ids
+
+from .fields import BUCKET, DEPTH, MOST, KeyArrays, KeyRules
+from .reference import placing_order
+
+CHUNK = 8192
+AHEAD = 16  # ids by which keys are fetched early, and tags twice as many
+_GOLDEN = np.uint64(M.GOLDEN)
+_40, _255 = np.uint64(40), np.uint64(255)
+_PINNED = 0xFFFFFFFF
+
+
+@helper
+def _tag(hash):
+    return np.int64(max(np.uint64(1), hash & _255))
+
+
+@helper
+def _guess(tags, rows, hash):
+    """The first row of an id's bucket with its tag, or -1."""
+    first = reduce_to(hash, rows) // BUCKET * BUCKET
+    same = equal_bytes(tags + first, _tag(hash))
+    return np.int64(-1) if same == 0 else first + lowest_bit(same)
+
+
+@helper
+def _row(keys, tags, rows, id, hash):
+    """Row of an id, or -1."""
+    first = reduce_to(hash, rows) // BUCKET * BUCKET
+    same = equal_bytes(tags + first, _tag(hash))
+    while same != 0:
+        row = first + lowest_bit(same)
+        if get_i64(keys, row) == id:
+            return row
+        same &= same - 1
+    return np.int64(-1)
+
+
+@kernel("int64(" + ", ".join(["int64"] * 10) + ")")
+def _find(keys, tags, rows, shared, key, ids, found, missed, first, last):
+    """Rows of ids `first` to `last` - 1; returns how many have none. Tags are fetched two groups ahead, keys one."""
+    count = np.int64(0)
+    for i in range(first - 2 * AHEAD, last):
+        if i + 2 * AHEAD < last:
+            prefetch(tags + reduce_to(hash_id(get_i64(ids, i + 2 * AHEAD), key), rows) // BUCKET * BUCKET)
+        if i + AHEAD >= first and i + AHEAD < last:
+            guess = _guess(tags, rows, hash_id(get_i64(ids, i + AHEAD), key))
+            put_i64(found, i + AHEAD, guess)
+            prefetch(keys + 8 * guess)
+        if i >= first:
+            row, id = get_i64(found, i), get_i64(ids, i)
+            if row >= 0 and get_i64(keys, row) != id:
+                row = _row(keys, tags, rows, id, hash_id(id, key))
+                put_i64(found, i, row)
+            if row < 0:
+                put_i64(found, i, rows + reduce_to(hash_id(id, key), shared))
+                put_i64(missed, first + count, i)
+                count += 1
+    return count
+
+
+@helper
+def _score(last, heat, row, half_life, step):
+    halvings = step // half_life - get_u32(last, row) // half_life
+    return get_u8(heat, row) >> min(halvings, 8)
+
+
+@kernel("void(" + ", ".join(["int64"] * 8) + ")")
+def _touch(last, heat, half_life, rows, count, step, low, high):
+    """Count the lookups of rows `low` to `high` - 1."""
+    for i in range(count):
+        row = get_i64(rows, i)
+        if row < low or row >= high or get_u32(last, row) == _PINNED:
+            continue
+        lookups = get_u8(heat, row) if get_u32(last, row) == step else _score(last, heat, row, half_life, step)
+        put_u8(heat, row, min(lookups + 1, MOST))
+        put_u32(last, row, step)
+
+
+@kernel("void(" + ", ".join(["int64"] * 7) + ")")
+def _count(sketch, width, key, ids, counts, estimates, size):
+    for pass_ in range(2):  # every id reads before any writes
+        for i in range(size):
+            hash = hash_id(get_i64(ids, i), key)
+            lowest = np.int64(MOST)
+            for line in range(DEPTH):
+                cell = line * width + reduce_to(mix(hash + np.uint64(line + 1) * _GOLDEN), width)
+                if pass_ == 0:
+                    lowest = min(lowest, get_u8(sketch, cell))
+                elif get_i64(estimates, i) > get_u8(sketch, cell):
+                    put_u8(sketch, cell, get_i64(estimates, i))
+            if pass_ == 0:
+                put_i64(estimates, i, min(lowest + get_i64(counts, i), MOST))
+
+
+@helper
+def _coldest(last, tags, heat, first, end, half_life, lru, step, barrier):
+    """The row of a bucket that an id takes, or -1; the first free one, else the coldest."""
+    best, best_score, best_last = np.int64(-1), np.int64(0), np.int64(0)
+    for row in range(first, end):
+        if get_u8(tags, row) == 0:
+            return np.int64(row)
+        used = get_u32(last, row)
+        if used >= barrier:  # or pinned
+            continue
+        score = 0 if lru else _score(last, heat, row, half_life, step)
+        if best < 0 or score < best_score or (score == best_score and used < best_last):
+            best, best_score, best_last = np.int64(row), np.int64(score), np.int64(used)
+    return best
+
+
+@kernel("void(" + ", ".join(["int64"] * 17) + ")")
+def _place(keys, last, tags, heat, rows, key, half_life, lru, ids, lookups, order, step, barrier, found, before, left, size):
+    for i in range(size):
+        at = get_i64(order, i)
+        id, mine = get_i64(ids, at), get_i64(lookups, at)
+        hash = hash_id(id, key)
+        first = reduce_to(hash, rows) // BUCKET * BUCKET
+        row = _coldest(last, tags, heat, first, min(first + BUCKET, rows), half_life, lru, step, barrier)
+        put_i64(found, at, -1)
+        put_u8(left, at, 0)
+        if row < 0:
+            continue
+        if get_u8(tags, row) != 0:
+            if lru == 0 and _score(last, heat, row, half_life, step) > mine:
+                continue
+            put_i64(before, at, get_i64(keys, row))
+            put_u8(left, at, 1)
+        put_i64(found, at, row)
+        put_i64(keys, row, id)
+        put_u32(last, row, step)
+        put_u8(tags, row, _tag(hash))
+        put_u8(heat, row, mine)
+
+
+def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    rows_N, missed_N, count = torch.empty_like(ids_N), torch.empty_like(ids_N), ids_N.numel()
+    keys, tags, *lists = addresses("qiqqq", arrays.keys, arrays.tags, ids_N, rows_N, missed_N)
+    counts: dict[int, int] = {}
+
+    def task(first: int, last: int) -> None:
+        counts[first] = _find(keys, tags, rules.rows, rules.shared, rules.key, *lists, first, last)
+
+    threads.run_chunks(task, count, CHUNK)
+    parts = [missed_N[first : first + counts[first]] for first in sorted(counts)]
+    return rows_N, parts[0] if len(parts) == 1 else torch.cat([missed_N[:0], *parts])
+
+
+def touch(arrays: KeyArrays, rules: KeyRules, rows_N: Tensor, step: int) -> None:
+    last, heat, rows = addresses("iiq", arrays.last, arrays.heat, rows_N)
+    size = rules.rows if rows_N.numel() < CHUNK else -(-rules.rows // torch.get_num_threads())
+    what = (last, heat, rules.half_life, rows, rows_N.numel(), step)
+    threads.run_chunks(lambda low, high: _touch(*what, low, high), rules.rows, size)
+
+
+def count(arrays: KeyArrays, rules: KeyRules, ids_U: Tensor, counts_U: Tensor) -> Tensor:
+    estimates_U = torch.empty_like(counts_U)
+    sketch, *lists = addresses("iqqq", arrays.sketch, ids_U, counts_U, estimates_U)
+    _count(sketch, rules.width, rules.key, *lists, ids_U.numel())
+    return estimates_U
+
+
+def place(
+    arrays: KeyArrays, rules: KeyRules, ids_C: Tensor, heat_C: Tensor, step: int, barrier: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    order_C = placing_order(hash_ids(ids_C, rules.key), heat_C, rules.rows)
+    rows_C, before_C = torch.empty_like(ids_C), torch.zeros_like(ids_C)
+    left_C = torch.empty(ids_C.numel(), dtype=torch.uint8)
+    state = addresses("qiii", arrays.keys, arrays.last, arrays.tags, arrays.heat)
+    lists = addresses("qqq", ids_C, heat_C, order_C)
+    out = addresses("qqB", rows_C, before_C, left_C)
+    rule = (rules.rows, rules.key, rules.half_life, int(rules.lru))
+    _place(*state, *rule, *lists, step, barrier, *out, ids_C.numel())
+    return rows_C, before_C, left_C.bool()
+
+
+@kernel("void(" + ", ".join(["int64"] * 6) + ")")
+def _first_values(ids, key, dim, bound, values, count):
+    for i in range(count):
+        hash = hash_id(get_i64(ids, i), key)
+        for column in range(dim):
+            bits = mix(hash + np.uint64(column + 1) * _GOLDEN) >> _40
+            value = np.float32(np.int64(bits)) * np.float32(2.0**-23) - np.float32(1.0)
+            put_f32(values, i * dim + column, value * get_f32(bound, 0))
+
+
+def first_values(ids_K: Tensor, key: int, dim: int, bound: float) -> Tensor:
+    values_KD, bound_1 = torch.empty(ids_K.numel(), dim, dtype=torch.float32), torch.tensor([bound], dtype=torch.float32)
+    ids, limit, values = addresses("qff", ids_K, bound_1, values_KD)
+    _first_values(ids, key, dim, limit, values, ids_K.numel())
+    return values_KD

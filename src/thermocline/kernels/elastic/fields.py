@@ -1,0 +1,47 @@
+"""The arrays of a key table, and the rules by which ids come and go.
+
+Row r of a table belongs to the id `keys[r]`: a key lies at the place of its row, so that no row numbers are stored. The rows
+are divided into buckets of 64. An id may only have a row of its own bucket, which its hash chooses:
+
+    home = (hash * rows) >> 64,  bucket = home >> 6,  tag = max(1, hash & 255)
+
+so a lookup reads one line of 64 tags and, with 1.3 keys on average, the key. The bound holds at every load and for ids that
+were chosen to collide: those compete for 64 rows and slow nothing down.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+BUCKET = 64  # rows of a bucket: their tags are one cache line
+DEPTH = 4  # counters of an id in the sketch
+MOST = 255  # counts are bytes that stop here
+PINNED = -1  # in place of the last step
+BYTES_PER_ROW = 16  # keys 8, last 4, tags 1, heat 1, sketch 2
+
+
+class KeyArrays(NamedTuple):
+    """The state of a key table. The last three are bytes in int32 tensors, which checkpoints compare word by word."""
+
+    keys: Tensor  # int64 a row: the id
+    last: Tensor  # int32 a row: the last training step that looked it up, or PINNED
+    tags: Tensor  # uint8 a row, in whole buckets: 0 if no id has the row
+    heat: Tensor  # uint8 a row: lookups, halved every `half_life` steps
+    sketch: Tensor  # uint8, DEPTH * width: counters of ids without a row
+
+
+class KeyRules(NamedTuple):
+    """What decides about rows; `key` is that of the hash, as int64."""
+
+    rows: int  # that ids may have to themselves
+    shared: int  # rows after them, for all other ids
+    key: int
+    half_life: int
+    lru: bool  # else LFU with decay
+
+    @property
+    def width(self) -> int:
+        """Counters in each of the DEPTH lines of the sketch: two bytes a row in all."""
+        return max(BUCKET, self.rows // 2)

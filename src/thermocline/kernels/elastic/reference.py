@@ -1,0 +1,117 @@
+"""Ids that come and go: the definition, in plain PyTorch and Python.
+
+A training step looks up a batch of ids. Its result depends on the state and on how often each id occurs, not on their order:
+
+1. `find` gives each id its row, or a shared row by its hash.
+2. `touch` counts the lookups of rows. The heat of a row first halves once for every multiple of `half_life` steps since its
+   last lookup, so counts decay as if all were halved at these steps.
+3. `count` counts distinct ids without a row in a count-min sketch. All ids read the counters as the step found them, and a
+   counter becomes the largest of the counts of its ids: estimates are never too low, and one-off ids barely raise each other.
+4. `place` gives rows to ids that were counted often enough, in the order of (bucket, most lookups, smallest hash). An id takes
+   the first free row of its bucket, or the coldest: the smallest heat, then the longest unused, then the first. With LFU an id
+   takes a row only if it is counted at least as often as the row; with LRU the longest unused row goes. Rows used since step
+   `barrier`, and pinned rows, stay: so ids of one batch never take each other's rows, and a step ends, whatever it looks up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thermocline.kernels.ids import fields as M
+from thermocline.kernels.ids.reference import hash_ids, reduce_to, right, signed, splitmix64
+
+from .fields import BUCKET, DEPTH, MOST, PINNED, KeyArrays, KeyRules
+
+
+def as_bytes(words: Tensor) -> Tensor:
+    return words.view(torch.uint8)
+
+
+def bucket_of(hashes_N: Tensor, rows: int) -> Tensor:
+    return reduce_to(hashes_N, rows) // BUCKET
+
+
+def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(the row of each id, its own or one of the shared rows after them; positions of ids without a row, ascending)."""
+    hashes_N = hash_ids(ids_N, rules.key)
+    first_N = BUCKET * bucket_of(hashes_N, rules.rows)
+    rows_NB = (first_N[:, None] + torch.arange(BUCKET)).clamp(max=rules.rows - 1)
+    same_NB = (arrays.keys[rows_NB] == ids_N[:, None]) & (as_bytes(arrays.tags)[rows_NB] != 0)
+    own_N = rows_NB.gather(1, same_NB.byte().argmax(dim=1, keepdim=True))[:, 0]
+    found_N = same_NB.any(dim=1)
+    return torch.where(found_N, own_N, rules.rows + reduce_to(hashes_N, rules.shared)), (~found_N).nonzero()[:, 0]
+
+
+def score(arrays: KeyArrays, rules: KeyRules, rows_K: Tensor, step: int) -> Tensor:
+    """The heat of rows at a step."""
+    halvings_K = step // rules.half_life - arrays.last[rows_K].long() // rules.half_life
+    return as_bytes(arrays.heat)[rows_K].long() >> halvings_K.clamp(0, 8)
+
+
+def touch(arrays: KeyArrays, rules: KeyRules, rows_N: Tensor, step: int) -> None:
+    """Count the lookups of rows that belong to ids."""
+    rows_U, counts_U = rows_N[rows_N < rules.rows].unique(return_counts=True)
+    kept_U = arrays.last[rows_U] != PINNED
+    rows_U, counts_U = rows_U[kept_U], counts_U[kept_U]
+    as_bytes(arrays.heat)[rows_U] = (score(arrays, rules, rows_U, step) + counts_U).clamp(max=MOST).byte()
+    arrays.last[rows_U] = step
+
+
+def count(arrays: KeyArrays, rules: KeyRules, ids_U: Tensor, counts_U: Tensor) -> Tensor:
+    """Count lookups of distinct ids without a row; returns the estimate of all their lookups."""
+    lines = torch.arange(1, DEPTH + 1)
+    mixed_UD = splitmix64(hash_ids(ids_U, rules.key)[:, None] + lines * signed(M.GOLDEN))
+    cells_UD = reduce_to(mixed_UD, rules.width) + (lines - 1) * rules.width
+    cells = as_bytes(arrays.sketch)
+    estimates_U = (cells[cells_UD].amin(dim=1).long() + counts_U).clamp(max=MOST)
+    raised = cells.long().scatter_reduce(0, cells_UD.reshape(-1), estimates_U.repeat_interleave(DEPTH), "amax")
+    cells.copy_(raised.byte())
+    return estimates_U
+
+
+def place(
+    arrays: KeyArrays, rules: KeyRules, ids_C: Tensor, heat_C: Tensor, step: int, barrier: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give rows to distinct ids: (row of each or -1, the id that had the row, whether there was one)."""
+    tags, heat = as_bytes(arrays.tags), as_bytes(arrays.heat)
+    rows_C, before_C, left_C = torch.full_like(ids_C, -1), torch.zeros_like(ids_C), torch.zeros_like(ids_C, dtype=torch.bool)
+    hashes_C = hash_ids(ids_C, rules.key)
+    for at in placing_order(hashes_C, heat_C, rules.rows).tolist():
+        first = BUCKET * int(bucket_of(hashes_C[at : at + 1], rules.rows))
+        bucket = range(first, min(first + BUCKET, rules.rows))
+        free = [row for row in bucket if tags[row] == 0]
+        cold = [row for row in bucket if int(arrays.last[row]) != PINNED and int(arrays.last[row]) < barrier]
+        if free:
+            row = free[0]
+        elif not cold:
+            continue
+        elif rules.lru:
+            row = min(cold, key=lambda row: (int(arrays.last[row]), row))
+        else:
+            scores = dict(zip(cold, score(arrays, rules, torch.tensor(cold), step).tolist(), strict=True))
+            row = min(cold, key=lambda row: (scores[row], int(arrays.last[row]), row))
+            if scores[row] > int(heat_C[at]):
+                continue
+        rows_C[at], before_C[at], left_C[at] = row, arrays.keys[row], not free
+        arrays.keys[row], arrays.last[row] = ids_C[at], step
+        tags[row], heat[row] = tag_of(int(hashes_C[at])), int(heat_C[at])
+    return rows_C, before_C, left_C
+
+
+def placing_order(hashes_C: Tensor, heat_C: Tensor, rows: int) -> Tensor:
+    """The order in which ids take rows: by bucket, then most lookups first, then by hash."""
+    order = (hashes_C ^ signed(1 << 63)).argsort()  # unsigned
+    order = order[heat_C[order].argsort(descending=True, stable=True)]
+    return order[bucket_of(hashes_C, rows)[order].argsort(stable=True)]
+
+
+def tag_of(hash: int) -> int:
+    return max(1, hash & 255)
+
+
+def first_values(ids_K: Tensor, key: int, dim: int, bound: float) -> Tensor:
+    """First values of the rows of ids: uniform in [-bound, bound), a function of id and key alone."""
+    columns = torch.arange(1, dim + 1, device=ids_K.device) * signed(M.GOLDEN)
+    bits_KD = right(splitmix64(hash_ids(ids_K, key)[:, None] + columns), 40)
+    return (bits_KD.float() * 2.0**-23 - 1.0) * bound

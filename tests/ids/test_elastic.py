@@ -1,0 +1,215 @@
+"""`KeyTable` against a model in plain Python: dicts of ids, exact integers, no shared code but the constants."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support import has
+from thermocline import BadInput, FormatError, IdMap
+from thermocline.ids.elastic import STEPS, ElasticRows, KeyTable
+from thermocline.ids.feature_maps import IdMaps
+from thermocline.ids.idmap import SaltedHash
+
+WORD = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & WORD
+    return z ^ (z >> 31)
+
+
+class Model:
+    """The same rules over dicts: `rows` from row to [id, heat, last step]."""
+
+    def __init__(self, policy: ElasticRows) -> None:
+        self.policy, self.key = policy, SaltedHash(1, policy.salt).key
+        self.rows: dict[int, list[int]] = {}
+        self.cells: Counter[tuple[int, int]] = Counter()
+        self.steps = self.window = 0
+        self.width = max(64, policy.own // 2)
+
+    def hash(self, id: int) -> int:
+        return _mix(((id & WORD) ^ self.key) * GOLDEN & WORD)
+
+    def bucket(self, id: int) -> int:
+        return ((self.hash(id) * self.policy.own) >> 64) // 64
+
+    def score(self, row: int) -> int:
+        _, heat, last = self.rows[row]
+        return heat >> (self.steps // self.policy.half_life - last // self.policy.half_life)
+
+    def step(self, ids: list[int]) -> None:
+        self.steps += 1
+        where = {entry[0]: row for row, entry in self.rows.items()}
+        batch = Counter(ids)
+        for id in batch.keys() & where.keys():
+            heat = min(255, self.score(where[id]) + batch[id])
+            self.rows[where[id]] = [id, heat, self.steps]
+        new = {id: count for id, count in batch.items() if id not in where}
+        places = {
+            id: [(d, (_mix((self.hash(id) + (d + 1) * GOLDEN) & WORD) * self.width) >> 64) for d in range(4)] for id in new
+        }
+        found = {id: min(255, count + min(self.cells[cell] for cell in places[id])) for id, count in new.items()}
+        for id, estimate in found.items():
+            for cell in places[id]:
+                self.cells[cell] = max(self.cells[cell], estimate)
+        self.window += sum(new.values())
+        while self.window >= self.width:
+            self.window -= self.width
+            self.cells = Counter({cell: count >> 1 for cell, count in self.cells.items()})
+        for id in sorted(new, key=lambda id: (-found[id], self.hash(id))):
+            if found[id] >= self.policy.admit_after:
+                self.place(id, found[id])
+
+    def place(self, id: int, heat: int) -> None:
+        begin = 64 * self.bucket(id)
+        bucket = range(begin, min(begin + 64, self.policy.own))
+        free = [row for row in bucket if row not in self.rows]
+        if not free:
+            cold = [row for row in bucket if self.rows[row][2] < self.steps]
+            lru = self.policy.evict == "lru"
+            free = sorted(cold, key=lambda row: (0 if lru else self.score(row), self.rows[row][2], row))[:1]
+            if not free or (not lru and self.score(free[0]) > heat):
+                return
+        self.rows[free[0]] = [id, heat, self.steps]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.sampled_from([2, 30, 66, 150]), evict=st.sampled_from(["lfu", "lru"]), after=st.integers(1, 3),
+    half_life=st.integers(1, 4), salt=st.integers(-3, 3),
+    batches=st.lists(st.lists(st.integers(-60, 200), max_size=90), min_size=1, max_size=9),
+)  # fmt: skip
+def test_a_table_holds_the_ids_and_heat_of_the_model(
+    rows: int, evict: str, after: int, half_life: int, salt: int, batches: list[list[int]]
+):
+    policy = ElasticRows(rows, after, 1, evict, half_life, None, salt)
+    table, model = KeyTable(policy, SaltedHash(1, salt).key), Model(policy)
+    for batch in batches:
+        rows_N, _ = table.step(torch.tensor(batch, dtype=torch.int64), protect=False)
+        model.step(batch)
+        occupied = table.occupied().tolist()
+        heat = table.heat.view(torch.uint8)
+        assert {row: [int(table.keys[row]), int(heat[row]), int(table.last[row])] for row in occupied} == model.rows
+        where = {entry[0]: row for row, entry in model.rows.items()}
+        assert rows_N.tolist() == [where.get(id, policy.own) for id in batch]
+    state = table.state()
+    assert state["admitted"] - state["evicted"] == state["used"] == len(model.rows)
+
+
+def test_no_row_is_taken_from_a_protected_step():
+    table = KeyTable(ElasticRows(65, 1, 1), 1)
+    table.step(torch.arange(64), protect=False)
+    table.step(torch.arange(100, 300), protect=True)
+    assert set(table.keys.tolist()) == set(range(64)) and table.state()["refused"] == 200
+    table.step(torch.arange(100, 300), protect=False)
+    assert table.state()["evicted"] == 64
+
+
+def test_a_storm_of_new_ids_ends_and_keeps_hot_rows():
+    table, hot = KeyTable(ElasticRows(1016), 1), torch.arange(300)
+    for _ in range(3):
+        table.step(hot.repeat(2), protect=False)
+    table.step(torch.arange(10_000, 20_000), protect=False)
+    assert not table.find(hot)[1].numel() and table.state()["used"] == 1000
+
+
+def test_cold_ids_make_room_once_their_counts_are_halved():
+    table = KeyTable(ElasticRows(65, 1, 1, half_life=4), 1)
+    table.step(torch.arange(64).repeat(3), protect=False)
+    table.step(torch.tensor([900]), protect=False)
+    assert table.find(torch.tensor([900]))[1].numel()
+    for _ in range(6):
+        table.step(torch.tensor([900]), protect=False)
+    assert not table.find(torch.tensor([900]))[1].numel()
+
+
+def test_ids_outlive_their_time_to_live_by_at_most_an_eighth():
+    table = KeyTable(ElasticRows(65, 1, 1, ttl=16), 1)
+    table.step(torch.arange(10), protect=False)
+    table.pin(torch.tensor([3]))
+    went: list[int] = []
+    while not went:
+        went = table.step(torch.tensor([50]), protect=False)[1].went_E.tolist()
+    assert 17 < table.state()["steps"] <= 19 and table.occupied().numel() == 2
+    assert table.state()["expired"] == 9
+
+
+def test_pinned_ids_stay_until_they_are_unpinned():
+    table = KeyTable(ElasticRows(65, 1, 1, evict="lru"), 1)
+    table.pin(torch.tensor([7, 8]))
+    for step in range(5):
+        table.step(torch.arange(1000 * step, 1000 * step + 300) + 9, protect=False)
+    assert not table.find(torch.tensor([7, 8]))[1].numel() and table.state()["pinned"] == 2
+    table.unpin(torch.tensor([7, 8]))
+    for step in range(5, 9):
+        table.step(torch.arange(1000 * step, 1000 * step + 300) + 9, protect=False)
+    assert table.find(torch.tensor([7, 8]))[1].numel() == 2
+
+
+def test_too_many_pinned_ids_change_nothing():
+    table = KeyTable(ElasticRows(65, 1, 1), 1)
+    table.step(torch.arange(5), protect=False)
+    before = [tensor.clone() for tensor in table.tensors().values()]
+    with pytest.raises(BadInput, check=has(parameter="ids", value=70)):
+        table.pin(torch.arange(100, 170))
+    assert all(torch.equal(*pair) for pair in zip(before, table.tensors().values(), strict=True))
+
+
+def test_a_smaller_table_takes_over_the_hottest_ids_and_says_where_rows_went():
+    saved, table = KeyTable(ElasticRows(1016), 5), KeyTable(ElasticRows(80), 5)
+    saved.step(torch.arange(500), protect=False)
+    saved.step(torch.arange(40).repeat(5), protect=False)
+    saved.pin(torch.tensor([499]))
+    remap = table.take_over(saved)
+    kept = set(table.keys[table.occupied()].tolist())
+    assert kept >= {*range(40), 499} and len(kept) == 64 and table.state()["dropped"] == 436
+    rows = saved.find(torch.tensor([7, 499]))[0]
+    assert torch.equal(remap[rows], table.find(torch.tensor([7, 499]))[0]) and remap[1000:].tolist() == list(range(64, 80))
+
+
+def test_steps_are_counted_past_31_bits():
+    tables = [KeyTable(ElasticRows(65, 1, 1, half_life=3), 1) for _ in range(2)]
+    tables[1].counts[STEPS] = (1 << 30) - 4 - ((1 << 30) - 4) % 3
+    for step in range(20):
+        for table in tables:
+            table.step(torch.arange(step * 9, step * 9 + 30), protect=False)
+    assert torch.equal(tables[0].keys, tables[1].keys) and int(tables[1].counts[STEPS]) < 1 << 30
+
+
+@pytest.mark.parametrize(
+    "arguments, parameter",
+    [
+        ({"rows": 0}, "rows"), ({"rows": 16}, "rows"), ({"rows": 100, "shared": 0}, "shared"),
+        ({"rows": 100, "admit_after": 0}, "admit_after"), ({"rows": 100, "admit_after": 256}, "admit_after"),
+        ({"rows": 100, "ttl": 0}, "ttl"), ({"rows": 100, "half_life": 0}, "half_life"), ({"rows": 100, "evict": 1}, "evict"),
+        ({"rows": 100, "salt": "x"}, "salt"), ({"rows": 100, "init": -1.0}, "init"), ({"rows": True}, "rows"),
+    ],
+)  # fmt: skip
+def test_wrong_rules_are_refused_by_name(arguments: dict[str, Any], parameter: str):
+    with pytest.raises(BadInput, check=has(parameter=parameter)):
+        IdMap.elastic(**arguments)
+
+
+def test_an_elastic_map_is_a_value_and_survives_json():
+    map = IdMap.elastic(1000, admit_after=2, ttl=50, init=0.5).offset(7)
+    assert IdMap.from_json(map.to_json()) == map != IdMap.elastic(1000).offset(7) and map.rows == 1007
+    with pytest.raises(FormatError):
+        IdMap.from_json({"version": 1, "elastic": {"rows": 1000, "later": 1}})
+
+
+def test_an_elastic_map_has_no_rows_outside_of_its_module():
+    with pytest.raises(BadInput, check=has(parameter="ids")):
+        IdMap.elastic(100)(torch.tensor([1]))
+    with pytest.raises(BadInput, check=has(parameter="ids")):
+        IdMaps([IdMap.elastic(100)], "cpu")
+    with pytest.raises(BadInput, check=has(parameter="kept")):
+        IdMap.elastic(100).prune([1])

@@ -1,0 +1,120 @@
+"""Key tables on the CPU: the bits of the reference, whatever the rows, the batches and the threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from thermocline.kernels.elastic import cpu, reference
+from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, KeyArrays, KeyRules
+from thermocline.kernels.ids.reference import hash_ids
+
+pytestmark = pytest.mark.usefixtures("poisoned_scratch")
+
+
+def _empty(rules: KeyRules) -> KeyArrays:
+    words = -(-rules.rows // 64) * 16
+    sizes = (rules.rows, words, words, rules.width)
+    last, tags, heat, sketch = (torch.zeros(size, dtype=torch.int32) for size in sizes)
+    return KeyArrays(torch.zeros(rules.rows, dtype=torch.int64), last, tags, heat, sketch)
+
+
+def _step(
+    kernels: Any, arrays: KeyArrays, rules: KeyRules, ids_N: torch.Tensor, step: int, after: int = 1
+) -> list[torch.Tensor]:
+    rows_N, missed_M = kernels.find(arrays, rules, ids_N)
+    kernels.touch(arrays, rules, rows_N, step)
+    ids_U, counts_U = ids_N[missed_M].unique(return_counts=True)
+    heat_U = kernels.count(arrays, rules, ids_U, counts_U)
+    ready_U = heat_U >= after
+    return [rows_N, missed_M, heat_U, *kernels.place(arrays, rules, ids_U[ready_U], heat_U[ready_U], step, step - step % 3)]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.sampled_from([1, 2, 63, 64, 65, 130]), lru=st.booleans(), half_life=st.integers(1, 5), after=st.integers(1, 3),
+    batches=st.lists(st.lists(st.integers(-40, 90), max_size=80), min_size=1, max_size=8),
+    far=st.sampled_from([1, 7919 << 40]),
+)  # fmt: skip
+def test_steps_give_the_bits_of_the_reference(rows: int, lru: bool, half_life: int, after: int, batches: list[Any], far: int):
+    rules = KeyRules(rows, 3, -5, half_life, lru)
+    both = _empty(rules), _empty(rules)
+    for step, batch in enumerate(batches, 1):
+        ids_N = torch.tensor(batch, dtype=torch.int64) * far
+        found = [
+            _step(kernels, arrays, rules, ids_N, step, after) for kernels, arrays in zip((reference, cpu), both, strict=True)
+        ]
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_threads_change_no_bit(count: int, threads: Callable[[int], None]):
+    threads(count)
+    rules = KeyRules(3000, 16, 99, 4, False)
+    both, generator = (_empty(rules), _empty(rules)), torch.Generator().manual_seed(1)
+    for step in range(1, 4):
+        ids_N = torch.randint(-3000, 3000, (20_001,), generator=generator)
+        found = [_step(kernels, arrays, rules, ids_N, step) for kernels, arrays in zip((reference, cpu), both, strict=True)]
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+
+
+def test_the_order_of_a_batch_changes_no_bit():
+    rules = KeyRules(100, 16, 99, 4, False)
+    ids_N = torch.randint(0, 400, (2000,), generator=torch.Generator().manual_seed(2))
+    both = _empty(rules), _empty(rules)
+    for step in (1, 2):
+        _step(cpu, both[0], rules, ids_N, step)
+        _step(cpu, both[1], rules, ids_N.flip(0), step)
+    assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+
+
+def test_an_estimate_is_never_too_low():
+    rules = KeyRules(128, 16, 99, 4, False)
+    arrays, seen = _empty(rules), torch.zeros(500, dtype=torch.int64)
+    for seed in range(8):
+        ids_N = torch.randint(0, 500, (300,), generator=torch.Generator().manual_seed(seed))
+        ids_U, counts_U = ids_N.unique(return_counts=True)
+        seen[ids_U] += counts_U
+        assert bool((cpu.count(arrays, rules, ids_U, counts_U) >= seen[ids_U]).all())
+
+
+def test_chosen_ids_compete_for_one_bucket_and_leave_the_others_alone():
+    rules = KeyRules(640, 16, 99, 4, False)
+    arrays = _empty(rules)
+    many = torch.arange(40_000)
+    victims = many[reference.bucket_of(hash_ids(many, rules.key), rules.rows) == 3]
+    calm = many[reference.bucket_of(hash_ids(many, rules.key), rules.rows) == 4][:64]
+    _step(cpu, arrays, rules, calm, 1)
+    for step in range(2, 5):
+        _step(cpu, arrays, rules, victims, step)
+    assert not cpu.find(arrays, rules, calm)[1].numel()
+    assert int((arrays.tags.view(torch.uint8) != 0).sum()) == 128
+
+
+def test_pinned_rows_and_rows_in_use_are_never_taken():
+    rules = KeyRules(64, 16, 99, 1, False)
+    arrays = _empty(rules)
+    _step(cpu, arrays, rules, torch.arange(64), 3)
+    arrays.last[:10] = PINNED
+    pinned = arrays.keys[:10].clone()
+    for step in range(6, 60, 3):
+        _step(cpu, arrays, rules, torch.arange(1000 * step, 1000 * step + 200), step)
+    assert torch.equal(arrays.keys[:10], pinned) and int(arrays.keys[10:].min()) >= 1000
+
+
+def test_a_table_takes_at_most_16_bytes_a_row():
+    rules = KeyRules(64 * 1000, 16, 0, 1, False)
+    assert sum(t.numel() * t.element_size() for t in _empty(rules)) <= BYTES_PER_ROW * rules.rows
+
+
+def test_first_values_are_those_of_the_reference():
+    ids_K = torch.tensor([0, -1, 1 << 40, 7])
+    values_KD = cpu.first_values(ids_K, 5, 33, 0.1)
+    assert torch.equal(values_KD, reference.first_values(ids_K, 5, 33, 0.1)) and float(values_KD.abs().max()) <= 0.1
