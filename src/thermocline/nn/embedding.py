@@ -202,44 +202,21 @@ class EmbeddingBag(_SingleTable):
         if isinstance(input, PrefetchedInput):
             return self.forward(*input.arguments)
         _check_tensors(input, offsets)
-        weights_N = None if per_sample_weights is None else _flat_weights(input, per_sample_weights, self.mode)
-        ids_N, offsets = self.take_prefetched([input, offsets]) or self._bags(input, offsets)
+        weights_N = None if per_sample_weights is None else flat_weights(input, per_sample_weights, self.mode)
+        ids_N, offsets = self.take_prefetched([input, offsets]) or read_bags(input, offsets, self.include_last_offset)
         if self.padding_idx is None:
             return self.look_up(ids_N, offsets, weights_N, self.mode)
         kept_N = ids_N != self.padding_idx
         try:
-            return self.look_up(*_without(kept_N, ids_N, offsets, weights_N), self.mode)
+            return self.look_up(*without_padding(kept_N, ids_N, offsets, weights_N), self.mode)
         except IdOutOfRange as error:
             raise _as_given(error, kept_N) from None
 
     def prefetch_request(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> PrefetchRequest:
-        _check_tensors(input, offsets)
-        bags = self._bags(input, offsets)
+        bags = read_bags(input, offsets, self.include_last_offset)
         return PrefetchRequest([input, offsets], *bags, bags)
-
-    def _bags(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Flat ids, and offsets with the end included."""
-        if input.is_nested:
-            return read_jagged(input)
-        if input.dim() == 2:
-            if offsets is not None:
-                raise BadInput("ids are 2-D, so each row is a bag; drop offsets, or use flat ids", parameter="offsets")
-            batch, length = input.shape
-            if length == 0:
-                return input.reshape(-1), input.new_zeros(batch + 1)
-            return input.reshape(-1), torch.arange(0, batch * length + 1, length, device=input.device)
-        if input.dim() != 1 or offsets is None:
-            given = "missing" if offsets is None else "given"
-            message = f"ids are {input.dim()}-D and offsets {given}; use 2-D ids, or flat ids with offsets"
-            raise BadInput(message, parameter="offsets" if input.dim() == 1 else "ids", value=input.dim())
-        check_integers(offsets, "offsets")
-        if offsets.dim() != 1:
-            raise BadInput(f"offsets are {offsets.dim()}-D; use flat offsets", parameter="offsets", value=offsets.dim())
-        if not self.include_last_offset:
-            offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
-        return input, offsets
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", mode={self.mode!r}"
@@ -293,7 +270,7 @@ class Embedding(_SingleTable):
         if isinstance(input, PrefetchedInput):
             return self.forward(*input.arguments)
         check_is_tensor(input)
-        ids_N, ends = self.take_prefetched([input]) or self._read(input)
+        ids_N, ends = self.take_prefetched([input]) or read_ids(input)
         if self.padding_idx is None:
             out_ND = self.look_up(ids_N, ends, None, "none")
         else:
@@ -302,7 +279,7 @@ class Embedding(_SingleTable):
             padding_1 = torch.full((1,), self.padding_idx, dtype=torch.int64, device=ids_N.device)
             padding_1D = lookup(self.arena, padding_1, torch.arange(2, device=ids_N.device), mode="none").to(self.dtype)
             try:
-                out_KD = self.look_up(*self._read(ids_N[kept]), None, "none")
+                out_KD = self.look_up(*read_ids(ids_N[kept]), None, "none")
             except IdOutOfRange as error:
                 raise _as_given(error, kept_N) from None
             out_ND = padding_1D.repeat(ids_N.shape[0], 1).index_copy(0, kept, out_KD)
@@ -312,13 +289,38 @@ class Embedding(_SingleTable):
 
     def prefetch_request(self, input: Tensor) -> PrefetchRequest:
         check_is_tensor(input)
-        read = self._read(input)
+        read = read_ids(input)
         return PrefetchRequest([input], *read, read)
 
-    def _read(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Flat ids, and their two offsets."""
-        ids_N = read_jagged(input)[0] if input.is_nested else input.reshape(-1)
-        return ids_N, torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # on the device: a copy to it would wait
+
+def read_ids(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Flat ids, and their two offsets."""
+    ids_N = read_jagged(input)[0] if input.is_nested else input.reshape(-1)
+    return ids_N, torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # on the device: a copy to it would wait
+
+
+def read_bags(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> tuple[Tensor, Tensor]:
+    """Flat ids, and offsets with the end included."""
+    _check_tensors(input, offsets)
+    if input.is_nested:
+        return read_jagged(input)
+    if input.dim() == 2:
+        if offsets is not None:
+            raise BadInput("ids are 2-D, so each row is a bag; drop offsets, or use flat ids", parameter="offsets")
+        batch, length = input.shape
+        if length == 0:
+            return input.reshape(-1), input.new_zeros(batch + 1)
+        return input.reshape(-1), torch.arange(0, batch * length + 1, length, device=input.device)
+    if input.dim() != 1 or offsets is None:
+        given = "missing" if offsets is None else "given"
+        message = f"ids are {input.dim()}-D and offsets {given}; use 2-D ids, or flat ids with offsets"
+        raise BadInput(message, parameter="offsets" if input.dim() == 1 else "ids", value=input.dim())
+    check_integers(offsets, "offsets")
+    if offsets.dim() != 1:
+        raise BadInput(f"offsets are {offsets.dim()}-D; use flat offsets", parameter="offsets", value=offsets.dim())
+    if not include_last_offset:
+        offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
+    return input, offsets
 
 
 def _row_of_padding(padding_idx: int | None, rows: int) -> int | None:
@@ -336,7 +338,7 @@ def _check_tensors(input: Tensor, offsets: Tensor | None) -> None:
         check_is_tensor(offsets, "offsets")
 
 
-def _flat_weights(input: Tensor, weights: Tensor, mode: str) -> Tensor:
+def flat_weights(input: Tensor, weights: Tensor, mode: str) -> Tensor:
     if mode != "sum":
         message = f"per_sample_weights are only supported for mode='sum', not for {mode!r}"
         raise BadMode(message, parameter="per_sample_weights", mode=mode)
@@ -349,7 +351,9 @@ def _flat_weights(input: Tensor, weights: Tensor, mode: str) -> Tensor:
     return flat_N.float() if flat_N.dtype == torch.float64 else flat_N
 
 
-def _without(kept_N: Tensor, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def without_padding(
+    kept_N: Tensor, ids_N: Tensor, offsets: Tensor, weights_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Bags without padding."""
     before = torch.nn.functional.pad(kept_N.cumsum(0), (1, 0))  # ids that are kept before each position
     kept = kept_N.nonzero()[:, 0]
