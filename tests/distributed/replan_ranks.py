@@ -33,7 +33,7 @@ def moved(rank: int, size: int, plans: list[tc.Plan], heats: list[Any], settings
     collection = model.tables
     sharding = tc.shard_(model, plans[0], heats[0], reduce="sum")
     kept, optimizer = model.tables, tc.fused_optimizer(model)
-    assert kept is not collection
+    assert kept is collection
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, steps, gamma=0.5)
     for number, (plan, heat) in enumerate(zip(plans, heats, strict=True)):
         if number:

@@ -130,16 +130,29 @@ def _sharded(plan, heat):
 
 
 @pytest.mark.parametrize(
-    "make, module",
+    "make, fields",
     [
-        (lambda: nn.Sequential(tc.EmbeddingBag(97, 8)), "0"),
-        (lambda: nn.Sequential(nn.Linear(2, 2)), None),
-        (lambda: Model().tables, None),
+        (lambda: nn.Sequential(tc.EmbeddingBag(97, 8)), {"table": "0"}),
+        (lambda: nn.ModuleDict({"item": tc.Embedding(61, 8)}), {"parameter": "features", "table": "item"}),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), {"parameter": "model"}),
+        (lambda: nn.Sequential(tc.Embedding(97, 8, rows=tc.RowConfig(independent=True))), {"parameter": "model"}),
+        (lambda: nn.Sequential(tc.Embedding(97, 8, rows=tc.RowConfig(residency="host"))), {"parameter": "residency"}),
     ],
 )
-def test_a_model_without_a_collection_inside_is_refused(make, module):
-    with pytest.raises(tc.BadInput, check=has(parameter="model", module=module)):
+def test_models_that_cannot_be_sharded_by_a_plan_are_refused(make, fields):
+    with pytest.raises(tc.BadInput, check=has(**fields)):
         tc.shard_(make(), tiers_plan(1, 1, MIXED, "int8")[0])
+
+
+def test_a_module_that_cannot_be_sharded_stays_as_it_was(monkeypatch):
+    def fail(*given):
+        raise MemoryError
+
+    monkeypatch.setattr("thermocline.distributed.sharded_collection.init_rows", fail)
+    model = Model()
+    with pytest.raises(MemoryError):
+        tc.shard_(model, *tiers_plan(1, 1, MIXED, "int8"))
+    assert type(model.tables) is tc.EmbeddingCollection and model.tables.get_rows("user").shape == (97, 8)
 
 
 def test_a_sharded_model_is_refused_and_its_sharding_prints_in_a_few_lines():

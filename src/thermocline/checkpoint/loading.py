@@ -90,9 +90,7 @@ def load(
     place = "meta" if plan is not None else device
     made: nn.Module = build(modules[0], checkpoint.manifest.tables, checkpoint.id_maps, place, precision)
     if plan is not None:
-        holder = nn.ModuleDict({"rows": made})
-        shard_(holder, plan, heat, device=device)
-        made = holder["rows"]
+        shard_(made, plan, heat, device=device)
     _verify(made, checkpoint)
     _fill(made, checkpoint, None)
     return made

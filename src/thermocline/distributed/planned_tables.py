@@ -12,15 +12,16 @@ import torch
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
-from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.collection import Table
 from thermocline.plan.cost.heat_input import hottest_ids
 from thermocline.plan.model import Lever, Plan, TablePlan, Tier
 
 from .placement.table_map import TableMap, make_maps
 from .process_groups import ProcessGroups, check_same
+from .shard_source import ShardSource
 from .sharded_collection import ShardedCollection
 
-Collection = EmbeddingCollection | ShardedCollection
+Collection = ShardSource | ShardedCollection
 
 
 def id_maps(table: TablePlan, heat: HeatProfile | None = None) -> dict[str, IdMap]:

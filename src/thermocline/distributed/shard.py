@@ -17,7 +17,7 @@ import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.elastic import refuse_elastic
 from thermocline.nn.collection import EmbeddingCollection
-from thermocline.nn.rows_module import RowsModule
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan
 from thermocline.plan.run_file import MeasuredRank, MeasuredRun, MeasuredTraffic, fingerprint
 
@@ -39,7 +38,10 @@ from .planned_tables import Collection, check_heat, check_maps, map_collections
 from .process_groups import CPU, ProcessGroups, broadcast_object, check_same, current_device, gather_objects, world_size
 from .replanning.frequency_counter import FrequencyCounter, merge_profiles
 from .replanning.migrate import RowMigration, deferred_interrupt, raise_if_any_failed
-from .sharded_collection import Reduce, ShardedCollection
+from .shard_source import Shardable, ShardSource, shardable_modules
+from .sharded_collection import ShardedCollection
+from .sharded_table import SHARDED
+from .sharded_trained import Reduce
 
 BATCHES = 2  # batches whose ids and rows are in memory at once
 
@@ -103,7 +105,7 @@ class Sharding:
             BadInput: the plan does not fit the job, or another rank failed.
         """
         self.wait_for_exchange()
-        reduce = next(iter(self.collections.values())).reduce
+        reduce = next(iter(self.collections.values())).trained.reduce
         plan, heat = _read_inputs(plan, heat, self.collections, reduce)
         here, there = self.plan.topology, plan.topology
         if (here.nodes, here.gpus_per_node) != (there.nodes, there.gpus_per_node):
@@ -126,7 +128,7 @@ class Sharding:
         try:
             tables, maps = map_collections(plan, heat, self.collections, self.groups, device)
             for name, collection in self.collections.items():
-                new = ShardedCollection(name, collection, tables[name], maps[name], collection.groups, device)
+                new = ShardedCollection(collection, tables[name], maps[name], collection.groups, device)
                 built[name] = new
                 if new.arena.pools and recent is not None:
                     new.arena.warm(hot_rows(new.shard, new.tables, new.id_maps, recent))
@@ -236,26 +238,45 @@ def shard_(
     """
     if reduce not in ("mean", "sum"):
         raise BadInput(f"reduce is {reduce!r}; use 'mean' or 'sum'", parameter="reduce", value=reduce)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)}
-    plan, heat = _read_inputs(plan, heat, found, reduce)
-    _validate(model, plan, heat, found)
-    here = _device(model, found, device)
+    modules = shardable_modules(model)
+    sources = {name: ShardSource.of(name, module) for name, module in modules.items()}
+    plan, heat = _read_inputs(plan, heat, sources, reduce)
+    _validate(model, plan, heat, sources)
+    sources = {name: ShardSource.of(name, module, plan) for name, module in modules.items()}
+    here = _device(model, modules, device)
     groups = ProcessGroups.make(plan.topology.nodes, plan.topology.gpus_per_node, here)
-    tables, maps = map_collections(plan, heat, found, groups, here)
+    tables, maps = map_collections(plan, heat, sources, groups, here)
     check_maps(groups, tables, maps)
     made: dict[str, ShardedCollection] = {}
-    for name, collection in found.items():
+    plain_groups: ProcessGroups | None = None  # of all plain modules
+    for name, module in modules.items():
         own_groups = groups.duplicate() if made else groups
-        shard = ShardedCollection(name, collection, tables[name], maps[name], own_groups, here, heat)
-        shard.train(collection.training)
-        shard.reduce, shard.check_every, shard.plan = reduce, check_every, plan
-        shard.counter = FrequencyCounter(collection.features, count_every, plan.batch, groups.local_size)
-        shard.placeholder.requires_grad_(collection.placeholder.requires_grad)
-        _replace(model, collection, shard)
-        made[name] = shard
+        if not isinstance(module, EmbeddingCollection):
+            own_groups = plain_groups = plain_groups or own_groups
+        made[name] = _into_shard(module, sources.pop(name), tables[name], maps[name], own_groups, here, heat)
+        made[name].trained.reduce, made[name].trained.check_every, made[name].plan = reduce, check_every, plan
+        made[name].counter = FrequencyCounter(made[name].features, count_every, plan.batch, groups.local_size)
     sharding = Sharding(plan, groups, made)
     sharding.check_replicas()
     return sharding
+
+
+def _into_shard(module: Shardable, source: ShardSource, *given: Any) -> ShardedCollection:
+    """Turn a module into its shard in place, so that the model and others may hold it anywhere."""
+    before, kind, trains = dict(vars(module)), type(module), module.placeholder.requires_grad
+    made: Any = module
+    try:
+        made.__class__ = next((sharded for plain, sharded in SHARDED.items() if isinstance(module, plain)), ShardedCollection)
+        made.__init__(source, *given)
+    except BaseException:
+        made.__class__ = kind
+        vars(module).clear()
+        vars(module).update(before)
+        raise
+    hooks = {name: value for name, value in before.items() if name.endswith("_hooks") or name == "training"}
+    vars(module).update(hooks)
+    made.placeholder.requires_grad_(trains)
+    return cast(ShardedCollection, made)
 
 
 def _read_inputs(
@@ -300,7 +321,7 @@ def _describe(collection: Collection) -> str:
     return f"{tables}, mode {collection.mode}, {collection.rows.optimizer}, seed {collection.rows.seed}"
 
 
-def _validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Mapping[str, EmbeddingCollection]) -> None:
+def _validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Mapping[str, ShardSource]) -> None:
     """Raise if `shard_` cannot carry out a plan on a model with these collections."""
     topology, ranks = plan.topology, world_size()
     if topology.world_size != ranks:
@@ -309,44 +330,31 @@ def _validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Map
             f"start {topology.world_size} processes, or plan for {ranks}",
             parameter="plan", needed=topology.world_size, available=ranks,
         )  # fmt: skip
-    left = [(n, m) for n, m in model.named_modules() if isinstance(m, RowsModule) and not isinstance(m, EmbeddingCollection)]
-    for name, module in left:
+    for name, module in model.named_modules():
         if isinstance(module, ShardedCollection):
             raise BadInput(
                 f"{name!r} is already sharded; move it to another plan with `migrate` of the Sharding that `shard_` returned",
                 parameter="model", module=name,
             )  # fmt: skip
-        if ranks > 1 or not found:
-            raise BadInput(
-                f"{name!r} is an {type(module).__name__}, which cannot be sharded: each rank would train its own copy; build "
-                "the tables of the model as an EmbeddingCollection",
-                parameter="model", module=name,
-            )  # fmt: skip
-    if not found or "" in found:
-        what = "is a collection itself, which shard_ cannot replace" if found else "has no EmbeddingCollection"
-        raise BadInput(f"the model {what}; give a model that contains its collections", parameter="model")
+    if not found:
+        raise BadInput(
+            "the model has no EmbeddingCollection, EmbeddingBag or Embedding of thermocline to shard; convert_ makes them from "
+            "those of torch",
+            parameter="model",
+        )  # fmt: skip
     check_heat(plan, heat)
-    for name, collection in found.items():
-        if collection.maps is not None and collection.maps.elastic:
-            refuse_elastic(f"in sharded tables (collection {name!r})", "train on one process", collection=name)
-        if collection.rows.update != "backward" or collection.rows.residency != "device":
+    for name, source in found.items():
+        if source.maps is not None and source.maps.elastic:
+            refuse_elastic(f"in sharded tables ({name!r})", "train on one process", collection=name)
+        if source.rows.residency != "device":
             raise BadInput(
-                f"collection {name!r} has update={collection.rows.update!r}, residency={collection.rows.residency!r}; "
-                "sharded tables need update='backward' and residency='device'",
-                parameter="rows", collection=name,
+                f"{name!r} has residency={source.rows.residency!r}; sharded rows stay on the device: set residency='device', "
+                "and use more ranks or a lower precision if they do not fit",
+                parameter="residency", collection=name, value=source.rows.residency,
             )  # fmt: skip
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if module is old:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, new)
-
-
-def _device(
-    model: nn.Module, found: Mapping[str, EmbeddingCollection], given: torch.device | str | None
-) -> torch.device:  # fmt: skip
+def _device(model: nn.Module, found: Mapping[str, Shardable], given: torch.device | str | None) -> torch.device:
     """The device of the collections, or for collections on "meta" the device that they move to."""
     here: Any = {collection.arena.device for collection in found.values() if collection.arena.device.type != "meta"}
     if len(here) > 1:

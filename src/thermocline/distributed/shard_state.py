@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thermocline.errors import BadInput
+from thermocline.errors import BadGradient, BadInput
 from thermocline.nn.collection import Table
 from thermocline.nn.config import TableRequest
 from thermocline.rows.arena import Arena
@@ -31,10 +31,17 @@ class ShardState:
         self.row_index, self.shard = row_index, LocalShard(arena, trainer, row_index, groups.rank)
         self.meter = TrafficMeter([(part.name, part.tier) for part in row_index.parts])
         self.context = ExchangeContext(groups, self.shard, self.meter)
+        self.tables = tables
         names = [(table.name, feature) for table in tables for feature in table.features]
         rows = [(tables[t].rows, row_index.first[t], tables[t].dim) for t in table_F]
         pooled = self.context.is_owner_pooled if self.context.routes.owner_pooled else None
         self.batch_layout = BatchTableLayout(names, rows, row_index.device, pooled)
+
+    def with_table(self, error: BadGradient) -> BadGradient:
+        """The same error with the name of the table."""
+        row_index = self.row_index
+        table = int(row_index.tables_of(torch.tensor([error.row], dtype=torch.int64, device=row_index.device)))
+        return BadGradient(error.row, error.step, self.tables[table].name, row_index.first[table])
 
 
 def arena_shapes(row_index: RowIndex) -> list[TableRequest]:

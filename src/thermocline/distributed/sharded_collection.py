@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from thermocline import formats as F
-from thermocline.errors import BadGradient, BadInput, IdOutOfRange
+from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
 from thermocline.nn.backward_pass import UpdateOnce
-from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.collection import Table
 from thermocline.nn.id_maps import FeatureMaps
 from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
 from thermocline.nn.many_ranks import refuse_ddp
@@ -32,22 +32,23 @@ from thermocline.nn.prefetch import AT_ONCE, PrefetchedInput, prefetch_loop
 from thermocline.nn.rows_module import RowsModule
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.memory import MemoryUsage
-from thermocline.rows.training import raise_pending, synchronize
+from thermocline.rows.training import raise_pending
 
 from .exchange.batch_exchange import BatchExchange, BatchGradients, RowDestination
 from .exchange.batch_table import BatchTable, ShardedLookup, feature_offsets
 from .exchange.context import ExchangeContext
 from .exchange.handshake import StepAgreement, announce_failure, handshake
-from .exchange.pipeline import ExchangePipeline, PrefetchedBatch, Reduction
+from .exchange.pipeline import ExchangePipeline, PrefetchedBatch
 from .placement.init_rows import init_rows
-from .placement.local_shard import LocalShard, SummedGradients, check_replicas
+from .placement.local_shard import LocalShard, check_replicas
 from .placement.row_index import RowIndex
 from .placement.table_map import TableMap
 from .process_groups import ProcessGroups
 from .replanning.frequency_counter import FrequencyCounter
+from .shard_source import ShardSource
 from .shard_state import ShardState, arena_shapes, check_rows
+from .sharded_trained import ShardedTrained
 
-Reduce = Literal["mean", "sum"]
 T = TypeVar("T")
 
 
@@ -64,10 +65,11 @@ class ShardedCollection(RowsModule):
     tables: tuple[Table, ...]
     features: tuple[str, ...]
     id_maps: Mapping[str, IdMap]
+    padding_idx: int | None = None  # of an `Embedding`: a row of its table that is not updated
 
     def __init__(
-        self, name: str, source: EmbeddingCollection | ShardedCollection, plans: Sequence[TablePlan],
-        maps: Sequence[TableMap], groups: ProcessGroups, device: torch.device, heat: HeatProfile | None = None,
+        self, source: ShardSource | ShardedCollection, plans: Sequence[TablePlan], maps: Sequence[TableMap],
+        groups: ProcessGroups, device: torch.device, heat: HeatProfile | None = None,
     ) -> None:  # fmt: skip
         row_index = RowIndex(plans, maps, groups.nodes, groups.local_size, device, groups.rank)
         share = sum(sum(tier.cached for tier in plan.tiers) for plan in plans) / sum(plan.rows for plan in plans)
@@ -78,7 +80,7 @@ class ShardedCollection(RowsModule):
         super().__init__(shapes, table_F if row_index.unsharded else range(len(shapes)), rows, device, source.dtype)
         if row_index.unsharded:
             self.arena.rename([part.name for part in row_index.parts], source.features)
-        self.name, self.mode, self.tables, self.features = name, source.mode, source.tables, source.features
+        self.name, self.mode, self.tables, self.features = source.name, source.mode, source.tables, source.features
         self._dims = tuple(table.dim for table in self.tables for _ in table.features)
         self.groups, self.id_maps = groups, source.id_maps
         self.maps = FeatureMaps.needed(
@@ -86,13 +88,11 @@ class ShardedCollection(RowsModule):
         )
         self.state = ShardState(row_index, groups, self.arena, self.trainer, self.tables, table_F)
         self.pipeline = ExchangePipeline(groups.comm_thread, overlap=groups.world.gloo)
-        self.reduce: Reduce = "mean"
-        self.check_every = 0
+        self.trained: ShardedTrained = ShardedTrained(self.trained, self.name, self.state, self.pipeline, self.padding_idx)
         self.dedup = True  # False: exchange every lookup, as the baselines of benchmarks do
         self.plan: Plan | None = None  # of `shard_`, for checkpoints
         self.counter = FrequencyCounter(self.features, 0, 1, groups.local_size)
-        self._refused: BadGradient | None = None  # of the last backward
-        if isinstance(source, EmbeddingCollection):
+        if isinstance(source, ShardSource):
             init_rows(self.shard, source, heat)
             self.trained.group.read_back()  # the rows of a migrated collection come from all ranks
 
@@ -111,9 +111,18 @@ class ShardedCollection(RowsModule):
         """Look up a batch, with the input and output of `EmbeddingCollection.forward`. Collective."""
         if isinstance(input, PrefetchedInput):
             (input,) = input.arguments
+        out, bags = self.look_up_batch(input)
+        return (
+            Unpooled(out, bags.offsets, self.features, self._dims)
+            if self.mode == "none"
+            else Pooled(out, self.features, self._dims)
+        )
+
+    def look_up_batch(self, input: Any) -> tuple[Tensor, JaggedIds]:
+        """Look up an input, or None for all rows of a table. Returns the output of all features, and the ids."""
         trains = torch.is_grad_enabled() and self.placeholder.requires_grad
         if self.row_index.unsharded:
-            return self._forward_unsharded(input, trains)
+            return self._look_up_unsharded(input, trains)
         self.wait_for_exchange()
         next_input, self.pipeline.next_input, context = self.pipeline.next_input, None, self.state.context
         try:
@@ -130,7 +139,8 @@ class ShardedCollection(RowsModule):
         if agreed.differ:  # some ranks look up another batch than they prefetched: all ranks fetch again
             prefetched, (batch, exchange) = None, self._start(bags, None, trains)
             agreed = self._handshake(operation, exchange, has_next=agreed.has_next)
-        if trains and self.training:  # a validation batch without no_grad does not count
+        exchange.dense = input is None
+        if trains and self.training and input is not None:  # a validation batch without no_grad does not count
             self.counter.add(bags)
         target = batch.destination(self.shard.fields_KF)
         if prefetched is not None:
@@ -143,14 +153,7 @@ class ShardedCollection(RowsModule):
         self.pipeline.drop_prefetched()
         if agreed.has_next and self.pipeline.overlap:
             self.pipeline.start_prefetch(context, self._read_next, next_input, exchange)
-        return self._output(self._look_up(batch, exchange, trains), bags)
-
-    def _output(self, out: Tensor, bags: JaggedIds) -> Pooled | Unpooled:
-        return (
-            Unpooled(out, bags.offsets, self.features, self._dims)
-            if self.mode == "none"
-            else Pooled(out, self.features, self._dims)
-        )
+        return self._look_up(batch, exchange, trains), bags
 
     def _handshake(
         self, operation: str, exchange: BatchExchange, prefetched: bool = False, has_next: bool = False
@@ -182,16 +185,19 @@ class ShardedCollection(RowsModule):
             raise BadInput(f"at_once is {at_once}; give 1 or more batches", parameter="at_once", value=at_once)
         return prefetch_loop(loader, ids, lambda following: self.prefetch(*following[0]), 1)
 
-    def _forward_unsharded(self, input: Any, trains: bool) -> Pooled | Unpooled:
-        bags = self._read_bags(input)
+    def _look_up_unsharded(self, input: Any, trains: bool) -> tuple[Tensor, JaggedIds]:
+        bags = self._parse(input)
         self.state.meter.steps += trains
-        offsets = feature_offsets(bags, len(self.features)) if self.mode == "none" else bags.offsets
-        out = self.look_up(bags.ids_N, offsets, bags.weights_N, self.mode)
+        out = self._look_up_locally(input, bags)
         if trains and self.training:
             self.counter.add(bags)
         if trains:
             out.grad_fn.register_prehook(partial(self._check_not_migrated, self.state.context))  # type: ignore[union-attr]
-        return self._output(out, bags)
+        return out, bags
+
+    def _look_up_locally(self, input: Any, bags: JaggedIds) -> Tensor:
+        offsets = feature_offsets(bags, len(self.features)) if self.mode == "none" else bags.offsets
+        return self.look_up(bags.ids_N, offsets, bags.weights_N, self.mode)
 
     def _check_not_migrated(self, context: ExchangeContext, _: Any = None) -> None:
         if context is not self.state.context:
@@ -200,24 +206,14 @@ class ShardedCollection(RowsModule):
                 collection=self.name,
             )
 
-    def _with_table(self, error: BadGradient) -> BadGradient:
-        """The same error with the name of the table."""
-        table = int(self.row_index.tables_of(torch.tensor([error.row], dtype=torch.int64, device=self.row_index.device)))
-        return BadGradient(error.row, error.step, self.tables[table].name, self.row_index.first[table])
-
     def _read(self, input: Any, trains: bool) -> JaggedIds:
-        if self._refused is not None:  # raised in forward, where all ranks meet
-            refused, self._refused = self._refused, None
-            raise refused
-        try:
-            synchronize(self.arena)  # a GPU reports errors later
-        except BadGradient as error:
-            raise self._with_table(error) from None
+        self.trained.raise_refused()
         if trains and DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp()
-        return self._read_bags(input)
+        return self._parse(input)
 
-    def _read_bags(self, input: Any) -> JaggedIds:
+    def _parse(self, input: Any) -> JaggedIds:
+        """The ids of an input of forward."""
         bags = read_features(self.features, input)
         if bags.weights_N is not None and self.mode != "sum":
             raise BadInput(
@@ -246,7 +242,7 @@ class ShardedCollection(RowsModule):
             raise error if self.maps is None else self.maps.name(error, [name for name, _ in layout.names]) from None
 
     def _read_next(self, input: Any) -> tuple[JaggedIds, BatchTable]:
-        given = read_features(self.features, input)
+        given = self._parse(input)
         bags = given._replace(ids_N=given.ids_N.clone(), offsets=given.offsets.clone())  # the caller may reuse its tensors
         return bags, self._table_of(bags)
 
@@ -254,38 +250,18 @@ class ShardedCollection(RowsModule):
         wide = self.dtype == torch.float64  # kernels support fp32 at most
         dtype = torch.float32 if wide else self.dtype
         placeholder = self.trainer.placeholder if trains else self.arena.untrained_placeholder
-        call = (placeholder, batch.weights_N, batch, exchange.sums, partial(self.reduce_gradients, exchange), dtype)
+        call = (placeholder, batch.weights_N, batch, exchange.sums, partial(self._reduce_gradients, exchange), dtype)
         out: Tensor = ShardedLookup.apply(*call)  # type: ignore[no-untyped-call]
         if trains:
             self.pipeline.lookups += 1
-            out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
+            if self.rows.update == "backward":
+                out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
         return out.double() if wide else out
 
-    def reduce_gradients(self, exchange: BatchExchange, grads: BatchGradients) -> None:
-        """Reduce the gradients of a batch over all ranks and update the rows, in the background where possible."""
+    def _reduce_gradients(self, exchange: BatchExchange, grads: BatchGradients) -> None:
+        """Reduce the gradients of a batch over all ranks, in the background where possible."""
         self._check_not_migrated(exchange.context)
-        self.pipeline.add_gradients((exchange, grads), self._submit_update)
-
-    def _submit_update(self, reductions: list[Reduction]) -> None:
-        self.pipeline.lookups = 0
-        self.pipeline.submit(self.state.meter, partial(self._update, reductions, *self.shard.tick()))
-
-    def _update(self, reductions: list[Reduction], clock: Tensor, hyper: Tensor) -> None:
-        sums = reduce(SummedGradients.concat, [exchange.reduce_gradients(grads) for exchange, grads in reductions])
-        if len(reductions) > 1:
-            sums = self.state.context.sum_rows(*sums)
-        if self.reduce == "mean":
-            sums = sums._replace(grads_VW=sums.grads_VW / self.groups.size)
-        refused = self.shard.update(sums, clock, hyper)
-        if refused is not None:
-            if self.groups.size == 1:
-                raise self._with_table(refused)
-            self._refused = self._with_table(refused)
-        self.state.meter.steps += 1
-        for exchange, _ in reductions:
-            self.pipeline.after_update(exchange)
-        if self.check_every and int(clock[F.STEP]) % self.check_every == 0:
-            self.check_replicas()
+        self.pipeline.add_gradients((exchange, grads), self.trained.reduce_gradients)
 
     # -- synchronization ----------------------------------------------------------------------------------------------------
 
@@ -330,7 +306,8 @@ class ShardedCollection(RowsModule):
         self.wait_for_exchange()
         self.trainer.states = other.trainer.states
         other.shard.trainer = self.trainer
-        self.trained.arena = self.arena = other.arena
+        self.trained.arena, self.trained.state = other.arena, other.state
+        self.arena = other.arena
         self.rows, self.tiers, self.state = other.rows, other.tiers, other.state
         self.pipeline.drop_prefetched()  # fetched again from its new ranks
 

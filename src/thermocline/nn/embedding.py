@@ -210,11 +210,11 @@ class EmbeddingBag(_SingleTable):
             return self.forward(*input.arguments)
         check_caller()
         _check_tensors(input, offsets)
-        weights_N = None if per_sample_weights is None else _flat_weights(input, per_sample_weights, self.mode)
-        ids_N, offsets = self.take_prefetched([input, offsets]) or self._bags(input, offsets)
+        weights_N = None if per_sample_weights is None else flat_weights(input, per_sample_weights, self.mode)
+        ids_N, offsets = self.take_prefetched([input, offsets]) or read_bags(input, offsets, self.include_last_offset)
         if self.padding_idx is None:
             return self.look_up(ids_N, offsets, weights_N, self.mode)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.ids.is_elastic:
             return self.look_up(ids_N, offsets, weights_N, self.mode, self.padding_idx)
         refuse_capture(ids_N.device, "padding_idx", "removing padding")
         kept, call = without_padding(LookupCall(ids_N, offsets, weights_N, 0), self.padding_idx)
@@ -226,31 +226,8 @@ class EmbeddingBag(_SingleTable):
     def prefetch_request(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> PrefetchRequest:
-        _check_tensors(input, offsets)
-        bags = self._bags(input, offsets)
+        bags = read_bags(input, offsets, self.include_last_offset)
         return PrefetchRequest([input, offsets], *bags, bags)
-
-    def _bags(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Flat ids, and offsets with the end included."""
-        if input.is_nested:
-            return read_jagged(input)
-        if input.dim() == 2:
-            if offsets is not None:
-                raise BadInput("ids are 2-D, so each row is a bag; drop offsets, or use flat ids", parameter="offsets")
-            batch, length = input.shape
-            if length == 0:
-                return input.reshape(-1), input.new_zeros(batch + 1)
-            return input.reshape(-1), torch.arange(0, batch * length + 1, length, device=input.device)
-        if input.dim() != 1 or offsets is None:
-            given = "missing" if offsets is None else "given"
-            message = f"ids are {input.dim()}-D and offsets {given}; use 2-D ids, or flat ids with offsets"
-            raise BadInput(message, parameter="offsets" if input.dim() == 1 else "ids", value=input.dim())
-        check_integers(offsets, "offsets")
-        if offsets.dim() != 1:
-            raise BadInput(f"offsets are {offsets.dim()}-D; use flat offsets", parameter="offsets", value=offsets.dim())
-        if not self.include_last_offset:
-            offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
-        return input, offsets
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", mode={self.mode!r}"
@@ -305,10 +282,10 @@ class Embedding(_SingleTable):
             return self.forward(*input.arguments)
         check_caller()
         check_is_tensor(input)
-        ids_N, ends = self.take_prefetched([input]) or self._read(input)
+        ids_N, ends = self.take_prefetched([input]) or read_ids(input)
         if self.padding_idx is None:
             out_ND = self.look_up(ids_N, ends, None, "none")
-        elif torch.compiler.is_compiling():
+        elif torch.compiler.is_compiling() and not self.ids.is_elastic:
             out_ND = self.look_up(ids_N, ends, None, "none", self.padding_idx)
         else:
             refuse_capture(ids_N.device, "padding_idx", "removing padding")
@@ -320,7 +297,7 @@ class Embedding(_SingleTable):
             else:
                 padding_1D = lookup(self.arena, padding_1, ends_2, mode="none").to(self.dtype)
             try:
-                out_KD = self.look_up(*self._read(ids_N[kept]), None, "none")
+                out_KD = self.look_up(*read_ids(ids_N[kept]), None, "none")
             except IdOutOfRange as error:
                 raise _as_given(error, kept) from None
             out_ND = padding_1D.repeat(ids_N.shape[0], 1).index_copy(0, kept, out_KD)
@@ -330,13 +307,38 @@ class Embedding(_SingleTable):
 
     def prefetch_request(self, input: Tensor) -> PrefetchRequest:
         check_is_tensor(input)
-        read = self._read(input)
+        read = read_ids(input)
         return PrefetchRequest([input], *read, read)
 
-    def _read(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Flat ids, and their two offsets."""
-        ids_N = read_jagged(input)[0] if input.is_nested else input.reshape(-1)
-        return ids_N, torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # on the device: a copy to it would wait
+
+def read_ids(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Flat ids, and their two offsets."""
+    ids_N = read_jagged(input)[0] if input.is_nested else input.reshape(-1)
+    return ids_N, torch.arange(2, device=ids_N.device).mul_(ids_N.shape[0])  # on the device: a copy to it would wait
+
+
+def read_bags(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> tuple[Tensor, Tensor]:
+    """Flat ids, and offsets with the end included."""
+    _check_tensors(input, offsets)
+    if input.is_nested:
+        return read_jagged(input)
+    if input.dim() == 2:
+        if offsets is not None:
+            raise BadInput("ids are 2-D, so each row is a bag; drop offsets, or use flat ids", parameter="offsets")
+        batch, length = input.shape
+        if length == 0:
+            return input.reshape(-1), input.new_zeros(batch + 1)
+        return input.reshape(-1), torch.arange(0, batch * length + 1, length, device=input.device)
+    if input.dim() != 1 or offsets is None:
+        given = "missing" if offsets is None else "given"
+        message = f"ids are {input.dim()}-D and offsets {given}; use 2-D ids, or flat ids with offsets"
+        raise BadInput(message, parameter="offsets" if input.dim() == 1 else "ids", value=input.dim())
+    check_integers(offsets, "offsets")
+    if offsets.dim() != 1:
+        raise BadInput(f"offsets are {offsets.dim()}-D; use flat offsets", parameter="offsets", value=offsets.dim())
+    if not include_last_offset:
+        offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
+    return input, offsets
 
 
 def _row_of_padding(padding_idx: int | None, rows: int) -> int | None:
@@ -354,7 +356,7 @@ def _check_tensors(input: Tensor, offsets: Tensor | None) -> None:
         check_is_tensor(offsets, "offsets")
 
 
-def _flat_weights(input: Tensor, weights: Tensor, mode: str) -> Tensor:
+def flat_weights(input: Tensor, weights: Tensor, mode: str) -> Tensor:
     if mode != "sum":
         message = f"per_sample_weights are only supported for mode='sum', not for {mode!r}"
         raise BadMode(message, parameter="per_sample_weights", mode=mode)

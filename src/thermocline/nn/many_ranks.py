@@ -15,7 +15,7 @@ from thermocline.errors import BadInput
 
 from .placeholder import PlaceholderParameter
 
-_WAY = "shard the rows (as an EmbeddingCollection, with thermocline.shard_) or freeze them (requires_grad_(False))"
+_WAY = "shard the rows (thermocline.shard_) or freeze them (requires_grad_(False))"
 
 
 def ranks() -> int:

@@ -79,7 +79,7 @@ class Trained:
 
     def _register(self) -> None:
         """Let compiled graphs find the rows by name, and optimizers of torch by the placeholder."""
-        self.name = register_owner(self)
+        self.owner = register_owner(self)
         self.placeholder.trained = ref(self)
 
     def step(self) -> None:

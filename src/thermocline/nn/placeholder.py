@@ -20,7 +20,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ReferenceType, WeakValueDictionary
 
 import torch
@@ -37,6 +37,17 @@ if TYPE_CHECKING:
     from .optimizer import Trained
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # the one operation of GradScaler that changes gradients
+_NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")  # by which gradients are clipped
+
+
+class GradientRanks(Protocol):
+    """Ranks that hold parts of the gradients of one module."""
+
+    def norm(self, pending: PendingGradients, order: float) -> Tensor:
+        """The norm of the gradients of all ranks."""
+
+    def any(self, flag: Tensor) -> None:
+        """Set a flag if it is set on any rank."""
 
 
 @dataclass
@@ -48,13 +59,14 @@ class PendingGradients:
     seen_N: Tensor
     inverse_scale: Tensor | None = None  # of GradScaler, once applied
     stepped: bool = False  # with an optimizer of torch, before there was a fused optimizer
+    ranks: GradientRanks | None = None  # that hold other rows; None: this process has all
 
     def plus(self, other: PendingGradients) -> PendingGradients:
         """The sum with other gradients. A sum has at most two terms, so it is deterministic."""
         merged_M, place = torch.unique(torch.cat([self.rows_U, other.rows_U]), return_inverse=True)
         both = torch.cat([self.grads_UW, other.grads_UW])
         sums_MW = both.new_zeros(merged_M.numel(), both.shape[1]).index_add_(0, place, both)
-        return PendingGradients(merged_M, sums_MW, torch.cat([self.seen_N, other.seen_N]))
+        return PendingGradients(merged_M, sums_MW, torch.cat([self.seen_N, other.seen_N]), ranks=self.ranks)
 
 
 class AppliedGradient(ReadOnlyTensor):
@@ -95,9 +107,12 @@ class RowGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ in _NORMS:
+                return cls._norm(func, args, kwargs)
             if func.__name__ != _UNSCALE:
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
             grads, found_inf, inverse_scale = args
             for grad in grads:
                 if isinstance(grad, cls):  # a second optimizer with this parameter only checks for Inf
@@ -105,9 +120,24 @@ class RowGradient(Tensor):
                     scale = inverse_scale if applied is None else inverse_scale.where(applied == 1, 1.0)  # 1: checked for Inf
                     func([pending.grads_UW], found_inf, scale)
                     pending.inverse_scale = scale if applied is None else applied * scale
+                    if pending.ranks is not None:
+                        pending.ranks.any(found_inf)
             if others := [grad for grad in grads if not isinstance(grad, cls)]:
                 func(others, found_inf, inverse_scale)
             return None
+
+    @classmethod
+    def _norm(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """The norm of a gradient or of several, over all ranks where ranks hold parts of it."""
+
+        def norm_of(grad: Tensor) -> Tensor:
+            if isinstance(grad, cls) and grad.pending.ranks is not None:
+                return grad.pending.ranks.norm(grad.pending, float((*args, *kwargs.values(), 2.0)[1]))
+            found: Any = func([grad] if several else grad, *args[1:], **kwargs)
+            return found[0] if several else found  # type: ignore[no-any-return]
+
+        several = isinstance(args[0], (list, tuple))
+        return [norm_of(grad) for grad in args[0]] if several else norm_of(args[0])
 
 
 class PlaceholderParameter(nn.Parameter):

@@ -129,7 +129,7 @@ class RowsModule(nn.Module):
             if not trains:
                 out = ops.lookup(arena.arrays, call, padding=padding)
             elif torch.compiler.is_compiling():
-                out = ops.lookup(arena.arrays, call, self.trained.token, trainer.placeholder, self.trained.name, padding)
+                out = ops.lookup(arena.arrays, call, self.trained.token, trainer.placeholder, self.trained.owner, padding)
             elif self.rows.update == "step":
                 out = deferred_lookup(arena, call, trainer.placeholder, self.trained.placeholder)
                 if elastic:

@@ -66,11 +66,8 @@ class TrainingRanks:
     def shard(self, tables: EmbeddingCollection, device: str) -> ShardedCollection:
         """This rank's shard, on a device, of tables on device "meta"."""
         assert self.plan is not None
-        holder = nn.ModuleDict({"embeddings": tables})
-        self.sharding = shard_(holder, self.plan, self.heat, device=device)
-        found = holder["embeddings"]
-        assert isinstance(found, ShardedCollection)
-        return found
+        self.sharding = shard_(tables, self.plan, self.heat, device=device)
+        return self.sharding.collections[""]
 
     def wrap(self, model: nn.Module) -> None:
         """Wrap every dense child of a model in DistributedDataParallel."""

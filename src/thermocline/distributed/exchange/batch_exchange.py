@@ -60,6 +60,7 @@ class BatchExchange:
         owner_pooled: OwnerPooledLookups | None = None,
     ) -> None:  # fmt: skip
         self.context, self.rows_U, self.trains = context, rows_U, trains
+        self.dense = False  # whether it reads all rows, and gradients of zero update none
         self.where = context.row_index.locate(rows_U)
         if context.counts and trains:
             lookups_U = torch.ones_like(rows_U) if lookups_U is None else lookups_U

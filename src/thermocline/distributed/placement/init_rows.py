@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.distributed.shard_source import ShardSource
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.quantize.reference import random_bits
-from thermocline.nn.collection import EmbeddingCollection, Table
+from thermocline.nn.collection import Table
 from thermocline.nn.rows_module import blocks
 from thermocline.rows.arena import Arena
 
@@ -26,8 +27,8 @@ from .row_index import RowIndex
 from .table_map import Counts, hottest_rows
 
 
-def init_rows(shard: LocalShard, source: EmbeddingCollection, heat: HeatProfile | None) -> None:
-    """Copy rows, optimizer state and clock of a collection; draw fresh rows for a collection on the meta device."""
+def init_rows(shard: LocalShard, source: ShardSource, heat: HeatProfile | None) -> None:
+    """Copy rows, optimizer state and clock of a module; draw fresh rows for a module on the meta device."""
     real = source.arena.device.type != "meta"
     if shard.arena.pools:
         if heat is None or source.arena.predicted is not None:
@@ -49,7 +50,7 @@ def init_rows(shard: LocalShard, source: EmbeddingCollection, heat: HeatProfile 
                     shard.arena.write(k, index_K, _fresh_rows(table, rows_N[at_K], first_row, source.rows.seed))
 
 
-def _copy(shard: LocalShard, source: EmbeddingCollection, table: int, rows_K: Tensor, k: int, index_K: Tensor) -> None:
+def _copy(shard: LocalShard, source: ShardSource, table: int, rows_K: Tensor, k: int, index_K: Tensor) -> None:
     arena, rows_K = shard.arena, rows_K.to(source.arena.device)
     as_stored_K = torch.zeros_like(index_K, dtype=torch.bool)
     if source.arena.tables[table].precision == shard.row_index.parts[k].precision:

@@ -221,9 +221,12 @@ class LocalShard:
                 return [values, near, cache.rows[here], cache.scores[here], cache.words[here], sketch, cache.ledger[index]]
         return []
 
-    def replica_digests(self) -> dict[str, str]:
-        """Sha256 of everything that replicas must have in common: rows, state and slots of tiers 1 and 2, clock and rates."""
-        found = {"clock and learning rate": _sha256([self.trainer.clock, self.trainer.hyper])}
+    def replica_digests(self, clocks: Sequence[Tensor] | None = None) -> dict[str, str]:
+        """Sha256 of everything that replicas must have in common: rows, state and slots of tiers 1 and 2, clock and rates.
+
+        An update in the background gives its own clock and rates: those of the trainer change while it runs.
+        """
+        found = {"clock and learning rate": _sha256(clocks or [self.trainer.clock, self.trainer.hyper])}
         for k, part in enumerate(self.row_index.parts):
             if part.tier < 3:
                 tensors = [*self.arena.views(k)[:2], *self.states(k), *self.slots(k)]
@@ -242,9 +245,9 @@ class ReplicaMismatch(ThermoclineError):
         return f"{self.collection}: {self.what} is not the same on rank {self.first} and on ranks {self.ranks}"
 
 
-def check_replicas(groups: ProcessGroups, name: str, shard: LocalShard) -> None:
+def check_replicas(groups: ProcessGroups, name: str, shard: LocalShard, clocks: Sequence[Tensor] | None = None) -> None:
     """Raise if ranks that hold replicas of the same rows differ in a bit. Collective."""
-    everyone = groups.all_gather(shard.replica_digests())
+    everyone = groups.all_gather(shard.replica_digests(clocks))
     for what in everyone[0]:
         per_node = what.startswith("tier 2")
         for local_rank in range(groups.local_size if per_node else 1):

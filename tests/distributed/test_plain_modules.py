@@ -1,0 +1,102 @@
+"""Plain `EmbeddingBag` and `Embedding` modules, sharded, train as one process does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import plan_of, table_plan
+from plain_ranks import ROWS, train_plain, train_root, train_steps, train_tied
+
+import thermocline as tc
+
+TIERS = {"bags": (13, 30), "words": (61, 0), "shared": (0, 0)}
+THIRD = dict.fromkeys(ROWS, (0, 0))
+
+
+def plain_plan(nodes, gpus, tiers, precision="int8"):
+    """A plan of the plain modules, whose heat names one feature for each."""
+    made = []
+    for name, (rows, dim) in ROWS.items():
+        table = table_plan("user", 0, 0, precision)
+        first, second = tiers[name]
+        counts = {1: first, 2: second, 3: rows - first - second}
+        parts = tuple(table.tiers[0].model_copy(update={"tier": n, "rows": k}) for n, k in counts.items() if k)
+        own = {"name": name, "rows": rows, "dim": dim, "features": (f"{name} id",), "tiers": parts}
+        made.append(table.model_copy(update=own))
+    heat = plain_heat()
+    return plan_of(nodes, gpus, made, heat), heat
+
+
+def plain_heat():
+    from thermocline.heat.profile import HeatProfile, TableHeat
+
+    draw, tables, none = np.random.default_rng(3), {}, np.zeros(0, np.int64)
+    for name, (rows, _) in ROWS.items():
+        ids, counts = np.unique(draw.zipf(1.3, 300) % rows, return_counts=True)
+        order = np.lexsort((ids, -counts))
+        seen = ids[order].astype(np.int64), counts[order].astype(np.int64)
+        tables[f"{name} id"] = TableHeat(f"{name} id", 100, int(counts.sum()), len(ids), True, *seen, none, none)
+    return HeatProfile(tables, created="then")
+
+
+def same(found, whole):
+    """Outputs and rows of ranks equal those of one process in every bit."""
+    outs, rows = whole
+    for step, out in enumerate(outs):
+        assert np.array_equal(np.concatenate([each[0][step] for each in found]), out), step
+    for _, theirs in found:
+        assert theirs["clocks"] == rows["clocks"]
+        for name in ROWS:
+            assert np.array_equal(theirs[name], rows[name]), name
+
+
+@pytest.mark.parametrize("nodes, gpus, tiers", [(1, 2, TIERS), (1, 3, THIRD), (2, 2, TIERS)])
+def test_plain_modules_train_as_in_one_process_bit_for_bit(on_ranks, nodes, gpus, tiers):
+    plan, heat = plain_plan(nodes, gpus, tiers)
+    same(
+        on_ranks("plain_ranks.train_plain", nodes * gpus, plan, heat, nodes * gpus), train_plain(0, 1, None, None, nodes * gpus)
+    )
+
+
+def test_prefetched_plain_modules_change_no_bit(on_ranks):
+    plan, heat = plain_plan(1, 2, TIERS)
+    same(on_ranks("plain_ranks.train_plain", 2, plan, heat, 2, 12, True), train_plain(0, 1, None, None, 2, 12))
+
+
+def test_one_process_trains_sharded_plain_modules_as_plain_ones():
+    plan, heat = plain_plan(1, 1, THIRD)
+    same([train_plain(0, 1, plan, heat, 3)], train_plain(0, 1, None, None, 3))
+
+
+@pytest.mark.parametrize("kind", ["collection", "bag"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_model_itself_may_be_what_is_sharded(on_ranks, kind, ranks):
+    plan, heat = plain_plan(1, ranks, THIRD)
+    table = plan.tables[0].model_copy(update={"name": "table", "features": ("table id",)})
+    plan = plan.model_copy(update={"tables": (table,)})
+    _, rows = train_root(0, 1, None, None, kind)
+    name = {"collection": "ShardedCollection", "bag": "ShardedEmbeddingBag"}[kind]
+    for found in on_ranks("plain_ranks.train_root", ranks, plan, heat, kind):
+        assert found[0] == name and np.array_equal(found[1], rows)
+
+
+@pytest.mark.parametrize("optimizer", [tc.Adagrad(lr=0.125), tc.Adam(lr=0.125)], ids=["Adagrad", "Adam"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_weight_of_a_sharded_embedding_is_trained_as_in_one_process(on_ranks, ranks, optimizer):
+    plan, heat = plain_plan(1, ranks, TIERS if ranks > 1 else THIRD, "fp32")
+    rows = train_tied(0, 1, None, None, optimizer)
+    for found in on_ranks("plain_ranks.train_tied", ranks, plan, heat, optimizer):
+        assert np.array_equal(found, rows)
+
+
+@pytest.mark.parametrize("how", ["each", "accumulated", "clipped", "scaled"])
+@pytest.mark.parametrize("nodes, gpus", [(1, 3), (2, 2)])
+def test_rows_updated_by_step_equal_those_of_one_process(on_ranks, nodes, gpus, how):
+    ranks = nodes * gpus
+    plan, heat = plain_plan(nodes, gpus, TIERS)
+    said, rows = train_steps(0, 1, None, None, ranks, how)
+    for theirs, held in on_ranks("plain_ranks.train_steps", ranks, plan, heat, ranks, how):
+        assert theirs == said and (how != "scaled" or said != sorted(said))
+        assert held["clocks"] == rows["clocks"]
+        for name in ROWS:
+            assert np.array_equal(held[name], rows[name]), name
