@@ -344,7 +344,7 @@ def _validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Map
         )  # fmt: skip
     check_heat(plan, heat)
     for name, source in found.items():
-        if source.maps is not None and source.maps.elastic:
+        if any(map.is_elastic for map in source.id_maps.values()):
             refuse_elastic(f"in sharded tables ({name!r})", "train on one process", collection=name)
         if source.rows.residency != "device":
             raise BadInput(
