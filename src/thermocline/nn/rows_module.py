@@ -342,7 +342,7 @@ class RowsModule(nn.Module):
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         arrays, plain = self._arrays(), self.weight_keys()
-        given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        given: Mapping[str, Any] = {k[len(prefix) :]: value for k, value in state_dict.items() if k.startswith(prefix)}
         given = unpack(given, arrays, self._text())
         unexpected_keys += [prefix + name for name in given if name not in {*arrays, *plain, "tables", "ids"}] if strict else []
         if why := difference(self.maps, given.get("ids")):

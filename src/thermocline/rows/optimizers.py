@@ -68,10 +68,11 @@ def _numbers(name: str, given: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class SGD(RowOptimizer):
-    """SGD without momentum: w -= lr * g.
+    """SGD without momentum: g += weight_decay * w; w -= lr * g. Equals `torch.optim.SGD`.
 
     Args:
         lr: learning rate.
+        weight_decay: factor of the L2 penalty of the rows that were looked up.
 
     Raises:
         BadInput: a number is missing, negative or too large; `error.parameter` names it.
@@ -80,6 +81,8 @@ class SGD(RowOptimizer):
 
         rows = thermocline.RowConfig("int8", optimizer=thermocline.SGD(lr=0.1))
     """
+
+    weight_decay: float = 0.0
 
     code = F.SGD
 
@@ -91,6 +94,7 @@ class Adagrad(RowOptimizer):
     Args:
         lr: learning rate.
         eps: term that keeps the denominator above 0.
+        weight_decay: factor of the L2 penalty of the rows that were looked up: g += weight_decay * w, before all else.
 
     Raises:
         BadInput: a number is missing, negative or too large; `error.parameter` names it.
@@ -101,6 +105,7 @@ class Adagrad(RowOptimizer):
     """
 
     eps: float = 1e-10
+    weight_decay: float = 0.0
 
     code = F.ADAGRAD
     states_per_column = 1
@@ -113,6 +118,7 @@ class RowwiseAdagrad(RowOptimizer):
     Args:
         lr: learning rate.
         eps: term that keeps the denominator above 0. The default is FBGEMM's; DLRM's RWSAdagrad uses 1e-10.
+        weight_decay: factor of the L2 penalty of the rows that were looked up: g += weight_decay * w, before all else.
 
     Raises:
         BadInput: a number is missing, negative or too large; `error.parameter` names it.
@@ -123,6 +129,7 @@ class RowwiseAdagrad(RowOptimizer):
     """
 
     eps: float = 1e-8
+    weight_decay: float = 0.0
 
     code = F.ROWWISE_ADAGRAD
     states_per_row = 1

@@ -17,7 +17,7 @@ _ZERO = np.float32(0)
 _INFINITY_BITS = 0x7F800000
 
 # Fields of `step_constants`.
-_LR, _EPS, _BETA1, _BETA2, _REST1, _REST2, _SIZE, _KEPT = range(8)
+_LR, _EPS, _BETA1, _BETA2, _REST1, _REST2, _SIZE, _KEPT, DECAY = range(9)
 
 
 def step_constants(hyper: list[float]) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -25,8 +25,13 @@ def step_constants(hyper: list[float]) -> np.ndarray[Any, np.dtype[np.float32]]:
     lr, eps, beta1, beta2, decay, power1, power2 = hyper
     # The powers are 1 before the first step and without betas; nothing reads the quotient then.
     size = lr * np.sqrt(1 - power2) / (1 - power1) if power1 != 1 else 0.0
-    values = [lr, eps, beta1, beta2, 1 - beta1, 1 - beta2, size, 1 - lr * decay]
+    values = [lr, eps, beta1, beta2, 1 - beta1, 1 - beta2, size, 1 - lr * decay, decay]
     return np.array(values, dtype=np.float64).astype(np.float32)
+
+
+@block("i64 i64 f32 -> none")
+def _decay(e: Emit, w: Any, g: Any, decay: Any) -> None:
+    e.store(g, e.load_f32(g) + e.load_f32(w) * e.splat(decay))
 
 
 @block("i64 i64 i64 f32 f32 -> none")
@@ -102,6 +107,14 @@ def _mean_square(g, dim, planes, sums):
         for k in range(count):
             put_f32(sums, k, get_f32(sums, 2 * k) + get_f32(sums, 2 * k + 1))
     return get_f32(sums, 0) / np.float32(dim)
+
+
+@helper
+def decay_gradient(format, row, meta, dim, decay, g, w):
+    """Add the gradient of the L2 penalty to that of a row; the weights go to scratch."""
+    read_row(format, row, meta, dim, w)
+    for c in range(0, 4 * dim, 4 * WIDTH):
+        _decay(w + c, g + c, decay)
 
 
 @inlined

@@ -16,7 +16,14 @@ from thermocline.kernels.cache.reference import refresh_due
 from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import addresses, helper, inlined, kernel
-from thermocline.kernels.cpu.optimizer_step import is_finite, row_learning_rate, step_columns, step_constants
+from thermocline.kernels.cpu.optimizer_step import (
+    DECAY,
+    decay_gradient,
+    is_finite,
+    row_learning_rate,
+    step_columns,
+    step_constants,
+)
 from thermocline.kernels.cpu.sort import piece_start, row_ends, sort_lookups, tasks_for
 from thermocline.kernels.cpu.sum_rows import sum_row
 from thermocline.kernels.cpu.vectors import WIDTH, get_f32, get_i64, get_u32, prefetch, put_f32, put_i64, put_u32
@@ -59,6 +66,11 @@ def _update_slots(
     element = get_i64(tables, at + F.ELEMENT) if by_column else first
     state0, state1 = state0 + 4 * element, state1 + 4 * element
     info = scratch + 4 * _INFO
+    if optimizer != F.ADAM and get_f32(hyper, DECAY) != 0:
+        for k in range(slots):
+            g, w, local = _slot(scratch, dim, k, 0), _slot(scratch, dim, k, 1), get_i64(info, k) - first
+            found, row, row_meta = R.locate_row(format, codes, meta, width, words, values, int8_slots, dim, local)
+            decay_gradient(found, row, row_meta, dim, get_f32(hyper, DECAY), g, w)
     for k in range(slots):
         g, local = _slot(scratch, dim, k, 0), get_i64(info, k) - first
         rate = row_learning_rate(

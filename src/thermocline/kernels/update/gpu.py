@@ -48,6 +48,8 @@ def _step(
     """(new weights, two new states) of a tile; the weights stand in for states that the optimizer lacks."""
     lr = tl.load(hyper + _LR).to(tl.float32)
     eps = tl.load(hyper + _EPS).to(tl.float32)
+    if OPTIMIZER == _SGD or OPTIMIZER == _ADAGRAD or OPTIMIZER == _ROWWISE:
+        grad = grad + tl.where(mask, weight, 0.0) * tl.load(hyper + _DECAY).to(tl.float32)  # padding of a row stays 0
     if OPTIMIZER == _SGD:
         return weight - lr * grad, weight, weight
     elif OPTIMIZER == _ROWWISE:

@@ -50,6 +50,8 @@ def step(
 ) -> tuple[Tensor, list[Tensor]]:
     """(new weights, new states) of one step of the optimizer; hyper is float64, all the rest fp32."""
     lr, eps = hyper[F.LR].float(), hyper[F.EPS].float()
+    if optimizer != F.ADAM:
+        grad_ND = grad_ND + weight_ND * hyper[F.WEIGHT_DECAY].float()
     if optimizer == F.SGD:
         return weight_ND - lr * grad_ND, []
     if optimizer == F.ADAGRAD:
