@@ -108,9 +108,9 @@ class Trained:
             placeholder.accumulate(pending_of(arena, call, winners, grad))
             return
         if task >= 0 and (self._compiled_reads or placeholder.open or task in placeholder.passes):
-            ids_N, offsets, weights_N, winners, grad = (None if t is None else t.clone() for t in (*call[:3], winners, grad))
-            call = call._replace(ids_N=ids_N, offsets=offsets, weights_N=weights_N)
-            OpenLookup(self).collects(call, winners, grad, eager=True)
+            ids_N, offsets, winners, grad = (tensor.clone() for tensor in (call.ids_N, call.offsets, winners, grad))
+            weights_N = None if call.weights_N is None else call.weights_N.clone()
+            OpenLookup(self).collects(LookupCall(ids_N, offsets, weights_N, call.mode), winners, grad, eager=True)
             return
         if arena.tracks_writes:
             arena.before_write(arena_rows(arena.layout, call.ids_N, call.offsets))

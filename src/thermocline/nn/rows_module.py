@@ -120,9 +120,9 @@ class RowsModule(nn.Module):
             call = LookupCall(rows, offsets, weights, F.MODES.index(mode), kernel_dtype)
             if not trains:
                 out = ops.lookup(arena.arrays, call, padding=padding)
-            elif torch.compiler.is_compiling():  # an exported program does not train
-                owned = (self.trained.token, trainer.placeholder, self.trained.name)
-                out = ops.lookup(arena.arrays, call, *(() if torch.compiler.is_exporting() else owned), padding=padding)
+            elif torch.compiler.is_compiling():
+                owned = (self.trained.token, trainer.placeholder, self.trained.name)  # an exported program does not train
+                out = ops.lookup(arena.arrays, call, *((None, None, "") if torch.compiler.is_exporting() else owned), padding)
             elif self.rows.update == "step":
                 out = deferred_lookup(arena, call, trainer.placeholder, self.trained.placeholder)
             else:
