@@ -89,11 +89,12 @@ class Trained:
         seen_N = pending.seen_N.sort()[0] if arena.cache else None
         update_rows(arena.arrays, self.trainer.arrays, pending.rows_U, pending.grads_UW, seen_N)
 
-    @property
-    def token(self) -> OptimizerArrays:
-        """Stands for the optimizer in compiled graphs, which must see a change that orders and keeps `hand_over`."""
-        unused = self.arena.untrained_placeholder
-        return OptimizerArrays((), unused, unused, F.SGD, False)
+    def in_graph(self) -> tuple[OptimizerArrays | None, Tensor | None, str]:
+        """(optimizer, placeholder, owner) of a compiled lookup; an exported program does not train."""
+        if torch.compiler.is_exporting():
+            return None, None, ""
+        token = self.arena.untrained_placeholder  # stands for what `hand_over` changes, which keeps it in the graph
+        return OptimizerArrays((), token, token, F.SGD, False), self.trainer.placeholder, self.name
 
     def open(self) -> None:
         if not self.independent and (count := ranks()) > 1:

@@ -121,8 +121,7 @@ class RowsModule(nn.Module):
             if not trains:
                 out = ops.lookup(arena.arrays, call, padding=padding)
             elif torch.compiler.is_compiling():
-                owned = (self.trained.token, trainer.placeholder, self.trained.name)  # an exported program does not train
-                out = ops.lookup(arena.arrays, call, *((None, None, "") if torch.compiler.is_exporting() else owned), padding)
+                out = ops.lookup(arena.arrays, call, *self.trained.in_graph(), padding)
             elif self.rows.update == "step":
                 out = deferred_lookup(arena, call, trainer.placeholder, self.trained.placeholder)
             else:
