@@ -221,6 +221,8 @@ def check(cell: Cell) -> None:
     wanted = reference(cell.module, cell.precision, cell.update, cell.use, device)
     assert found.keys() == wanted.keys()
     for name, value in found.items():
+        if name.endswith("cache_steps") and cell.run == "CUDA graph":
+            continue  # a count of the host, which takes no part in replays
         if name.startswith("top") and cell.run != "eager":
             torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
         else:

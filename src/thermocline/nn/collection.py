@@ -25,7 +25,7 @@ from thermocline.rows.table_spec import check_sizes
 from .config import UNCACHED, RowConfig, TableRequest, TorchArguments, cache_share, check_rows, read_torch_arguments
 from .heat_profile import counts_of_table
 from .id_maps import FeatureMaps, check_map
-from .inputs import Given, JaggedIds, Pooled, Unpooled, check_caller, read_features, tensors_of
+from .inputs import Given, JaggedIds, Pooled, Unpooled, read_features, tensors_of
 from .precision_tiers import Precision, Tiers
 from .prefetch import PrefetchedInput, PrefetchRequest
 from .rows_module import RowsModule
@@ -220,7 +220,6 @@ class EmbeddingCollection(RowsModule):
         """
         if isinstance(input, PrefetchedInput):
             return self.forward(*input.arguments)
-        check_caller()
         bags, offsets = self.take_prefetched(self._tensors(input)) or self._read(input)
         out = self.look_up(bags.ids_N, offsets, bags.weights_N, self.mode)
         if self.mode != "none":

@@ -24,7 +24,7 @@ from .backward_pass import refuse_capture, trained_weight
 from .config import AUTO, DEFAULT_CACHE, RowConfig, TableRequest, TorchArguments, check_rows, read_torch_arguments
 from .heat_profile import Heat, counts_of_one, read_heat
 from .id_maps import FeatureMaps, check_map
-from .inputs import check_caller, check_integers, check_is_tensor, read_jagged
+from .inputs import check_integers, check_is_tensor, read_jagged
 from .prefetch import PrefetchedInput, PrefetchRequest
 from .read_only import ReadOnlyWeight, refuse_assignment
 from .rows_module import RowsModule
@@ -208,7 +208,6 @@ class EmbeddingBag(_SingleTable):
         """
         if isinstance(input, PrefetchedInput):
             return self.forward(*input.arguments)
-        check_caller()
         _check_tensors(input, offsets)
         weights_N = None if per_sample_weights is None else flat_weights(input, per_sample_weights, self.mode)
         ids_N, offsets = self.take_prefetched([input, offsets]) or read_bags(input, offsets, self.include_last_offset)
@@ -280,7 +279,6 @@ class Embedding(_SingleTable):
         """
         if isinstance(input, PrefetchedInput):
             return self.forward(*input.arguments)
-        check_caller()
         check_is_tensor(input)
         ids_N, ends = self.take_prefetched([input]) or read_ids(input)
         if self.padding_idx is None:

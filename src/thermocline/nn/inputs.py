@@ -26,18 +26,20 @@ Given = Tensor | tuple[str, ...] | None  # part of an input: a tensor, or the ke
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # no bools: joining features would convert them
 
 
-def check_caller() -> None:
-    """Raise inside of TorchScript's tracer and of the transforms of torch.func: kernels get addresses, not their tensors."""
-    if torch.compiler.is_compiling():
-        return
+def is_transformed() -> bool:
+    """Whether TorchScript traces, or torch.func transforms, what runs: kernels would get addresses of no data."""
+    return torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active()
+
+
+def refuse_transforms() -> NoReturn:
+    """Raise the error of a caller that `is_transformed`."""
     if torch._C._get_tracing_state() is not None:
         refuse_torchscript("torch.jit.trace")
-    if torch._C._are_functorch_transforms_active():
-        raise BadInput(
-            "transforms of torch.func (vmap, grad, jvp) do not reach rows, which the backward of a loss updates in place; call "
-            "the module with a whole batch outside of the transform, and transform a function of its output",
-            parameter="module", tool="torch.func",
-        )  # fmt: skip
+    raise BadInput(
+        "transforms of torch.func (vmap, grad, jvp) do not reach rows, which the backward of a loss updates in place; call "
+        "the module with a whole batch outside of the transform, and transform a function of its output",
+        parameter="module", tool="torch.func",
+    )  # fmt: skip
 
 
 def refuse_torchscript(tool: str) -> NoReturn:

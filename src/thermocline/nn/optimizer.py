@@ -120,11 +120,12 @@ class Trained:
         self.forget()
         self.arena, self.trainer, self.group.trainer = arena, trainer, trainer
 
-    @property
-    def token(self) -> OptimizerArrays:
-        """Stands for the optimizer in compiled graphs, which must see a change that orders and keeps `hand_over`."""
-        unused = self.arena.untrained_placeholder
-        return OptimizerArrays((), unused, unused, F.SGD, False)
+    def in_graph(self) -> tuple[OptimizerArrays | None, Tensor | None, str]:
+        """(optimizer, placeholder, owner) of a compiled lookup; an exported program does not train."""
+        if torch.compiler.is_exporting():
+            return None, None, ""
+        token = self.arena.untrained_placeholder  # stands for what `hand_over` changes, which keeps it in the graph
+        return OptimizerArrays((), token, token, F.SGD, False), self.trainer.placeholder, self.owner
 
     def open(self) -> None:
         if not self.independent and (count := ranks()) > 1:
@@ -139,9 +140,9 @@ class Trained:
             placeholder.accumulate(pending_of(arena, call, winners, grad))
             return
         if task >= 0 and (self._compiled_reads or placeholder.open or task in placeholder.passes):
-            ids_N, offsets, weights_N, winners, grad = (None if t is None else t.clone() for t in (*call[:3], winners, grad))
-            call = call._replace(ids_N=ids_N, offsets=offsets, weights_N=weights_N)
-            OpenLookup(self).collects(call, winners, grad, eager=True)
+            ids_N, offsets, winners, grad = (tensor.clone() for tensor in (call.ids_N, call.offsets, winners, grad))
+            weights_N = None if call.weights_N is None else call.weights_N.clone()
+            OpenLookup(self).collects(LookupCall(ids_N, offsets, weights_N, call.mode), winners, grad, eager=True)
             return
         if arena.tracks_writes:
             arena.before_write(arena_rows(arena.layout, call.ids_N, call.offsets))

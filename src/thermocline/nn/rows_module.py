@@ -44,7 +44,7 @@ from .config import RowConfig, TableRequest, arena_text, make_arena
 from .device_moves import as_integers, check_keeps, materialize, move_tensors
 from .heat_profile import heat_of
 from .id_maps import ElasticIds, FeatureMaps, difference, elastic_ids, maps_as_text, refuse_device
-from .inputs import Given, check_integers, check_is_tensor, refuse_torchscript
+from .inputs import Given, check_integers, check_is_tensor, is_transformed, refuse_torchscript, refuse_transforms
 from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
 from .optimizer import FusedOptimizer, Trained, deferred_lookup
 from .placeholder import PlaceholderParameter
@@ -101,7 +101,7 @@ class RowsModule(nn.Module):
 
     def _trains(self) -> bool:
         """Whether the backward of what is read now updates rows."""
-        trains = torch.is_grad_enabled() and self.trained.placeholder.requires_grad and not torch.compiler.is_exporting()
+        trains = torch.is_grad_enabled() and self.trained.placeholder.requires_grad
         if trains and DistributedDataParallel._active_ddp_module is not None:
             refuse_ddp()
         if trains and not self.rows.independent and (count := ranks()) > 1:
@@ -129,7 +129,7 @@ class RowsModule(nn.Module):
             if not trains:
                 out = ops.lookup(arena.arrays, call, padding=padding)
             elif torch.compiler.is_compiling():
-                out = ops.lookup(arena.arrays, call, self.trained.token, trainer.placeholder, self.trained.owner, padding)
+                out = ops.lookup(arena.arrays, call, *self.trained.in_graph(), padding)
             elif self.rows.update == "step":
                 out = deferred_lookup(arena, call, trainer.placeholder, self.trained.placeholder)
                 if elastic:
@@ -193,11 +193,13 @@ class RowsModule(nn.Module):
     def take_prefetched(self, given: Sequence[Given]) -> Any:
         """The parsed input of a batch that was prefetched, once, and None for other batches (see `PrefetchedBatches.take`).
 
-        By its tensors the update finds the sorted rows of the prefetch (`kernels/stage/gpu_area.py`).
+        Every forward calls it. By its tensors the update finds the sorted rows of the prefetch (`kernels/stage/gpu_area.py`).
         """
-        if torch.compiler.is_compiling() or not self._prefetched:  # in this order: compiled code does not depend on the second
+        if torch.compiler.is_compiling():  # compiled code does not depend on what was prefetched
             return None
-        if not given or (self.arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if is_transformed():
+            refuse_transforms()
+        if not self._prefetched or not given or (self.arena.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None  # a captured graph runs again, with other ids in the same memory
         return self._prefetched.take(given, self.arena.arrive)
 
