@@ -9,6 +9,7 @@ import ssl
 import sys
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.error import HTTPError, URLError
@@ -109,7 +110,7 @@ def run(
     credentials = _credentials(token_file, tls_cert, tls_key)
     try:
         from thermocline.serve.server.config import ServerConfig, ServerLimits
-        from thermocline.serve.server.json_log import write_to_stderr
+        from thermocline.serve.server.json_log import log, write_to_stderr
         from thermocline.serve.server.model_loader import make_repository
         from thermocline.serve.server.server import run as run_server
     except ModuleNotFoundError as error:
@@ -124,7 +125,11 @@ def run(
 
     def ready(server: InferenceServer) -> None:
         bar.close()
-        _announce(server, server_config, json, quiet)
+        try:
+            _announce(server, server_config, json, quiet)
+        except (OSError, BadInput) as error:  # a full disk, or nobody reads: the server runs on
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the end of the process would fail to flush the other
+            log("the addresses could not be written", WARNING, error=str(error))
 
     with bar:
         done = run_server(lambda: make_repository(folder, config, limits), server_config, ready)

@@ -21,7 +21,8 @@ from thermocline import formats as F
 from thermocline.errors import BadInput, FormatError
 from thermocline.serve.errors import NotReady, ShardDown
 from thermocline.serve.tables.load_job import LoadJob
-from thermocline.serve.tables.segments import Bytes, SharedSegment, check_fits, put_rows
+from thermocline.serve.tables.memory_limits import reserve
+from thermocline.serve.tables.segments import Bytes, SharedSegment, put_rows
 from thermocline.serve.tables.supervisor import Supervisor
 
 from . import frames
@@ -36,7 +37,6 @@ class HostedVersion:
     def __init__(self, group: str, job: LoadJob, shards: int) -> None:
         self.group, self.job = group, job
         sizes = job.layout.sizes_S[job.first : job.first + shards]
-        check_fits(sum(sizes), f"the rows of shards {job.first} to {job.first + shards - 1}")
         self.segments = [SharedSegment(size, f"shard-{job.first + n}") for n, size in enumerate(sizes)]
         # Records of every table in every shard, by place: shard after shard, tables in order.
         self.views: list[Bytes] = [
@@ -162,7 +162,12 @@ class ShardHost:
         return {}
 
     def _load(self, group: str, version: int, job: LoadJob, shards: int) -> None:
-        hosted = HostedVersion(group, job, shards)
+        sizes = job.layout.sizes_S[job.first : job.first + shards]
+        with reserve(sum(sizes), f"the rows of shards {job.first} to {job.first + shards - 1}"):
+            self._load_reserved(group, version, HostedVersion(group, job, shards), shards)
+
+    def _load_reserved(self, group: str, version: int, hosted: HostedVersion, shards: int) -> None:
+        job = hosted.job
         with self._lock:
             if group in self._closed:
                 raise NotReady("the shards are closed")
