@@ -104,8 +104,11 @@ def test_files_that_are_shown_can_be_read(block):
     assert yaml.safe_load(block.text) if block.language == "yaml" else json.loads(block.text)
 
 
+CLIENTS = ("java", "go", "cpp")  # tests/serve/server/test_clients_page.py
+
+
 def test_every_block_is_of_a_kind_that_is_tested():
-    assert {block.language for block in BLOCKS} <= {"python", "py", "sh", "yaml", "json", "text", ""}
+    assert {block.language for block in BLOCKS} <= {"python", "py", "sh", "yaml", "json", "text", "", *CLIENTS}
     assert len(BLOCKS) > 50
 
 

@@ -79,7 +79,7 @@ def spoiled_http(draw: random.Random, model: str, feature: str) -> bytes:
     if draw.random() < 0.2:
         body = body[: draw.randrange(len(body) + 1)]
     length: object = len(body)
-    headers = ["Host: x", "Connection: close"]
+    headers = ["Host: 127.0.0.1", "Connection: close"]
     kind = draw.randrange(6)
     if kind == 0:
         length = draw.choice((-1, 0, len(body) + 7, "x", 10**30, ""))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from thermocline.nn.config import RowConfig
 IDS = (64, 2048)
 ROWS, DIM, REQUESTS, ROUNDS = 1_000_000, 64, 100, 5
 RATE = 10e9 / 8 / 2  # bytes a second of each of two cards
-HOLD = "from thermocline.serve import run_shard_host; run_shard_host()"
+HOLD = "from thermocline.serve import run_shard_host; run_shard_host(sys.argv[5])"
 FRONT = "from benchmarks.serve_hosts import front; front(*sys.argv[5:])"
 _ENTER = "import sys; from benchmarks.exchange_net import Net; Net(*map(int, sys.argv[1:4])).enter(int(sys.argv[4])); "
 
@@ -78,14 +79,17 @@ def _save(folder: str, rows: int) -> None:
 
 
 def _measured(net: Net, folder: str, rows: int, cases: list[int]) -> Any:
+    secret = Path(folder) / "secret"
+    secret.write_text(secrets.token_hex())
     environment = {**os.environ, **net.environment(), "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    environment["THERMOCLINE_SECRET_FILE"] = str(secret)
 
     def start(rank: int, program: str, *more: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", _ENTER + program, *map(str, net), str(rank), *map(str, more)]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes)
 
-    front, host = start(0, FRONT, folder, rows, *cases), start(1, HOLD)
+    front, host = start(0, FRONT, folder, rows, *cases), start(1, HOLD, folder)
     try:
         said, errors = front.communicate(timeout=600)
         if front.returncode:

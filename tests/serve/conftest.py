@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,3 +119,23 @@ def random_bags(
 @pytest.fixture(scope="session")
 def make_bags() -> Callable[..., tuple[ServedBags, Tensor]]:
     return random_bags
+
+
+@pytest.fixture(scope="session")
+def make_certificates() -> Callable[[Path], tuple[Path, Path, Path]]:
+    """Makes a CA, and a certificate and key of it for the loopback: (certificate, key, CA)."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make certificates with")
+
+    def make(folder: Path) -> tuple[Path, Path, Path]:
+        folder.mkdir()
+        names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+        new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+        certificate, key, ca, ca_key = (folder / f"{name}.pem" for name in ("cert", "key", "ca", "ca_key"))
+        run = partial(subprocess.run, check=True, capture_output=True)
+        run([*new, "-subj", f"/CN=CA {folder.name}", "-keyout", ca_key, "-out", ca])
+        own = ["-subj", "/CN=localhost", "-addext", names, "-addext", "basicConstraints=critical,CA:FALSE"]
+        run([*new, *own, "-CA", ca, "-CAkey", ca_key, "-keyout", key, "-out", certificate])
+        return certificate, key, ca
+
+    return make

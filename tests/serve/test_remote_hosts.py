@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,10 +20,11 @@ import torch
 
 import thermocline
 from benchmarks.exchange.network import Net, cluster, why_not
+from support import has
 from thermocline import BadInput, FormatError
 from thermocline.serve.remote.remote_hosts import RemoteHost
-from thermocline.serve.remote.rendezvous import Rendezvous
-from thermocline.serve.remote.shard_host import ShardHost
+from thermocline.serve.remote.rendezvous import HostTls, Rendezvous
+from thermocline.serve.remote.shard_host import ShardHost, run_shard_host
 from thermocline.serve.tables.checkpoint_source import CheckpointSource
 from thermocline.serve.tables.load_job import LoadJob
 from thermocline.serve.tables.segments import make_layout
@@ -30,7 +32,7 @@ from thermocline.serve.tables.segments import make_layout
 needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=f"hosts are network namespaces: {why_not()}")
 
 ENTER = "import sys; from benchmarks.exchange.network import Net; Net(*map(int, sys.argv[1:4])).enter(int(sys.argv[4]));"
-HOLD = ENTER + "from thermocline.serve import run_shard_host; run_shard_host()"
+HOLD = ENTER + "from thermocline.serve import run_shard_host; run_shard_host(sys.argv[5])"
 # Executes lines of JSON, and replies with a line to each.
 FRONT = (
     ENTER
@@ -90,10 +92,13 @@ with ShardGroup(sys.argv[5], shards=4, split=sys.argv[6]) as group:
 class Two:
     """A front end in one namespace, a shard host in another."""
 
-    def __init__(self, net: Net, folder: Path, split: str) -> None:
-        self._net = net
+    def __init__(self, net: Net, folder: Path, split: str, **environment: str) -> None:
+        self._net, self._root = net, folder.parent
+        (self._root / "secret").write_text("0123456789abcdef")
         self._environment = {
             **os.environ,
+            **environment,
+            "THERMOCLINE_SECRET_FILE": str(self._root / "secret"),
             **net.environment(),
             "MASTER_PORT": "29500",
             "WORLD_SIZE": "2",
@@ -103,7 +108,7 @@ class Two:
         self.host = self.start_host()
 
     def start_host(self) -> subprocess.Popen[str]:
-        self.host = self._start(1, HOLD)
+        self.host = self._start(1, HOLD, str(self._root))
         return self.host
 
     def _start(self, rank: int, program: str, *more: str) -> subprocess.Popen[str]:
@@ -247,7 +252,7 @@ def test_a_host_refuses_loads_of_a_closed_group_and_frees_its_memory(tmp_path):
     source = CheckpointSource(tmp_path)
     job = source.load_job(make_layout(source.tables, source.splits(2, "hash", None, None), records=True))
     data = bytearray(LoadJob(job.layout, job.files, job.phases, job.checksums, 1).to_bytes())
-    host = ShardHost(Rendezvous(1, 2, None, "127.0.0.1", b""))
+    host = ShardHost(Rendezvous(1, 2, None, "127.0.0.1", b""), tmp_path)
     assert host.handle(message("1", 1), data) == {} and host.handle(message("2", 2), data) == {}
     try:
         assert host.handle({"do": "close", "group": "1"}, bytearray()) == {}
@@ -263,8 +268,8 @@ def test_a_host_refuses_loads_of_a_closed_group_and_frees_its_memory(tmp_path):
     host.handle({"do": "close", "group": "2"}, bytearray())
 
 
-def test_the_status_of_a_host_tolerates_groups_that_come_and_go():
-    host = ShardHost(Rendezvous(1, 2, None, "127.0.0.1", b""))
+def test_the_status_of_a_host_tolerates_groups_that_come_and_go(tmp_path):
+    host = ShardHost(Rendezvous(1, 2, None, "127.0.0.1", b""), tmp_path)
 
     class Processes:
         ready = (True,)
@@ -278,11 +283,11 @@ def test_the_status_of_a_host_tolerates_groups_that_come_and_go():
     assert list(host.handle({"do": "status"}, bytearray())["shards"]) == ["1"]
 
 
-def test_a_loading_host_ends_with_the_front_end(monkeypatch):
+def test_a_loading_host_ends_with_the_front_end(monkeypatch, tmp_path):
     said: dict[str, bytes] = {}
     listens, loads, never, ended = (threading.Event() for _ in range(4))
     store = SimpleNamespace(set=lambda key, value: (said.update({key: value.encode()}), listens.set()), get=said.get)
-    host = ShardHost(Rendezvous(1, 2, store, "127.0.0.1", b"token"))
+    host = ShardHost(Rendezvous(1, 2, store, "127.0.0.1", b"token"), tmp_path)
 
     def load(data: bytes) -> None:
         loads.set()
@@ -306,3 +311,85 @@ def test_a_loading_host_ends_with_the_front_end(monkeypatch):
     never.set()
     telling.join()
     front.close()
+
+
+@pytest.fixture
+def listening(tmp_path):
+    """A shard host that knows a secret, and a function that opens front ends with a secret."""
+    said: dict[str, bytes] = {}
+    listens = threading.Event()
+    store = SimpleNamespace(set=lambda key, value: (said.update({key: value.encode()}), listens.set()), get=said.get)
+    hosts, fronts = [], []
+
+    def listen(tls=None):
+        hosts.append(ShardHost(Rendezvous(1, 2, store, "127.0.0.1", b"the secret", tls), tmp_path / "served"))
+        threading.Thread(target=hosts[-1].listen, daemon=True).start()
+        assert listens.wait(120)
+
+    def connect(secret, tls=None):
+        fronts.append(RemoteHost(Rendezvous(0, 2, store, "127.0.0.1", secret, tls), 1))
+        fronts[-1].connect()
+        return fronts[-1]
+
+    yield SimpleNamespace(listen=listen, connect=connect, said=said, hosts=hosts)
+    for each in fronts:
+        each.close()
+    for each in hosts:
+        each.ended.set()
+
+
+def test_a_host_and_a_front_end_need_the_same_secret_which_the_store_lacks(listening):
+    listening.listen()
+    with pytest.raises((EOFError, OSError)):
+        listening.connect(b"another secret")
+    listening.connect(b"the secret").heartbeat()
+    assert list(listening.said) == ["thermocline/1"]
+    assert not listening.hosts[0]._versions
+
+
+def test_a_host_answers_a_stranger_with_nothing_but_a_random_number(listening):
+    listening.listen()
+    host, _, port = listening.said["thermocline/1"].decode().rpartition(":")
+    numbers = set()
+    for _ in range(2):
+        with socket.create_connection((host, int(port)), 60) as stranger:
+            numbers.add(stranger.recv(100))
+            stranger.sendall(bytes(64) + b"C" + bytes(100))
+            with suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""
+    assert {len(number) for number in numbers} == {32} and len(numbers) == 2
+
+
+@pytest.mark.parametrize("name", ["/etc/hosts", "served/../outside", "outside"])
+def test_a_host_loads_nothing_outside_of_its_folder(tmp_path, name):
+    thermocline.save(tables_of(1), tmp_path / "served")
+    (tmp_path / "outside").write_bytes(b"rows")
+    source = CheckpointSource(tmp_path / "served")
+    job = source.load_job(make_layout(source.tables, source.splits(2, "hash", None, None), records=True))
+    host = ShardHost(Rendezvous(1, 2, None, "127.0.0.1", b""), tmp_path / "served")
+    files = (str(tmp_path / name), *job.files[1:])
+    data = bytearray(LoadJob(job.layout, files, job.phases, job.checksums, 1).to_bytes())
+    assert "which this host serves" in host.handle(message("1", 1), data)["error"]
+    data = bytearray(LoadJob(job.layout, job.files, job.phases, job.checksums[1:], 1).to_bytes())
+    assert "without a checksum" in host.handle(message("1", 1), data)["error"]
+    assert not host._versions and not host._supervisors
+
+
+def test_hosts_without_a_secret_are_refused(monkeypatch, tmp_path):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "THERMOCLINE_SECRET_FILE": ""}.items():
+        monkeypatch.setenv(name, value)
+    for content in (None, b"short"):
+        if content is not None:
+            (tmp_path / "secret").write_bytes(content)
+            monkeypatch.setenv("THERMOCLINE_SECRET_FILE", str(tmp_path / "secret"))
+        with pytest.raises(BadInput, check=has(parameter="--secret-file")):
+            run_shard_host(tmp_path)
+
+
+def test_hosts_with_tls_need_certificates_of_one_ca(listening, tmp_path, make_certificates):
+    ours, theirs = (HostTls(*map(str, make_certificates(tmp_path / name))) for name in ("ours", "theirs"))
+    listening.listen(ours)
+    for tls in (theirs, None):
+        with pytest.raises((EOFError, OSError)):
+            listening.connect(b"the secret", tls)
+    listening.connect(b"the secret", ours).heartbeat()

@@ -22,7 +22,7 @@ from thermocline import BadInput, FormatError, IdMap
 from thermocline.kernels import quantize_rows
 from thermocline.serve.errors import NotReady
 from thermocline.serve.tables import huge_pages as pages
-from thermocline.serve.tables import segments as store
+from thermocline.serve.tables import memory_limits as store
 from thermocline.serve.tables import shard_group as group_module
 from thermocline.serve.tables.lookup import LookupResult
 from thermocline.serve.tables.shard_group import ShardGroup

@@ -99,3 +99,32 @@ def test_a_shard_that_died_very_often_is_still_replaced(
     os.kill(before, signal.SIGKILL)
     assert replaced.acquire(timeout=PATIENCE_S)
     assert shards.pids[0] != before and shards.ready == [True] * 3
+
+
+def test_a_hung_shard_process_is_shown_and_replaced(
+    shards: Supervisor, replaced: threading.Semaphore, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = shards.pids
+    with caplog.at_level(logging.INFO, "thermocline.serve"):
+        os.kill(before[1], signal.SIGSTOP)
+        assert replaced.acquire(timeout=PATIENCE_S)
+    said = [line.getMessage() for line in caplog.records]
+    assert said[0] == "a shard process does not respond and is killed" and len(said) == 3
+    assert [pid == old for pid, old in zip(shards.pids, before, strict=True)] == [True, False, True]
+    assert shards.ready == [True] * 3 and forkserver.SILENT_S < 5
+
+
+def test_a_request_to_a_hung_shard_process_is_repeated_by_another(shards: Supervisor, replaced: threading.Semaphore) -> None:
+    os.kill(shards.pids[2], signal.SIGSTOP)
+    assert shards._request_all({"do": "drop", "version": "1"}) == [{}] * 3
+
+
+def test_a_hung_forkserver_is_replaced(
+    shards: Supervisor, replaced: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards._forkserver._socket.settimeout(0.1)
+    stopped = shards._forkserver.process
+    stopped.send_signal(signal.SIGSTOP)
+    os.kill(shards.pids[0], signal.SIGKILL)
+    assert replaced.acquire(timeout=PATIENCE_S)
+    assert shards.ready == [True] * 3 and shards._forkserver.process is not stopped

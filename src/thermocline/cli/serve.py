@@ -9,6 +9,7 @@ import ssl
 import sys
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.error import HTTPError, URLError
@@ -68,6 +69,31 @@ TlsCert = Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help
 TlsKey = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Key of the TLS certificate (PEM).")]
 
 
+TlsClientCa = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-client-ca", metavar="FILE", envvar="THERMOCLINE_TLS_CA",
+        help="CA (PEM): clients must have a certificate of it; so must other hosts of this server.",
+    ),
+]  # fmt: skip
+ControlToken = Annotated[
+    Path | None,
+    typer.Option(
+        "--control-token-file", metavar="FILE", help="File with the token for load and unload, if not that of clients."
+    ),
+]
+ModelControl = Annotated[
+    Literal["explicit", "none"], typer.Option("--model-control", help="Whether clients may load and unload models.")
+]
+AllowHost = Annotated[list[str] | None, typer.Option("--allow-host", help="A host name of this server (may be repeated).")]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--secret-file", metavar="FILE", envvar="THERMOCLINE_SECRET_FILE", help="File with the secret of all hosts of a server."
+    ),
+]
+
+
 @app.command(epilog="Example:  thermocline serve run checkpoint --shards 4 --grpc-port 8001")
 def run(
     folder: Folder,
@@ -88,6 +114,11 @@ def run(
     token_file: TokenFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    control_token_file: ControlToken = None,
+    model_control: ModelControl = "explicit",
+    allow_host: AllowHost = None,
+    secret_file: SecretFile = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -103,13 +134,14 @@ def run(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's errors are raised, and need not be printed as well
     # Before torch is loaded. A second thread for one lookup costs more than it saves while requests run in parallel.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if _runs_shard_host():
+    credentials = _credentials(token_file, tls_cert, tls_key, tls_client_ca, control_token_file)
+    _describe_hosts(secret_file, credentials)
+    if _runs_shard_host(folder):
         return
     config = _shard_config(shards, split, plan, heat, device)
-    credentials = _credentials(token_file, tls_cert, tls_key)
     try:
         from thermocline.serve.server.config import ServerConfig, ServerLimits
-        from thermocline.serve.server.json_log import write_to_stderr
+        from thermocline.serve.server.json_log import log, write_to_stderr
         from thermocline.serve.server.model_loader import make_repository
         from thermocline.serve.server.server import run as run_server
     except ModuleNotFoundError as error:
@@ -117,14 +149,20 @@ def run(
     limits = ServerLimits(
         max_ids, message=max_message and max_message << 20, queue=queue, wait=wait / 1000, in_flight=max_in_flight << 20
     )
-    server_config = ServerConfig(host, http_port, grpc_port, credentials, limits, follow)
+    server_config = ServerConfig(
+        host, http_port, grpc_port, credentials, limits, follow, model_control == "explicit", tuple(allow_host or ())
+    )
     write_to_stderr(quiet)
     bar = ExitStack()
     bar.enter_context(progress_bar(quiet))(0, 1, "loading")
 
     def ready(server: InferenceServer) -> None:
         bar.close()
-        _announce(server, server_config, json, quiet)
+        try:
+            _announce(server, server_config, json, quiet)
+        except (OSError, BadInput) as error:  # a full disk, or nobody reads: the server runs on
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the end of the process would fail to flush the other
+            log("the addresses could not be written", WARNING, error=str(error))
 
     with bar:
         done = run_server(lambda: make_repository(folder, config, limits), server_config, ready)
@@ -147,7 +185,7 @@ def _announce(server: InferenceServer, config: ServerConfig, json: str | None, q
             console().print(f"ready: {scheme}://{host}:{http}  grpc {host}:{grpc}", markup=False)
 
 
-def _runs_shard_host() -> bool:
+def _runs_shard_host(folder: Path) -> bool:
     """Under torchrun, hold shards on all hosts but the first, until the server ends. False on the first host."""
     from thermocline.serve.remote.rendezvous import host_rank_and_count
 
@@ -155,7 +193,7 @@ def _runs_shard_host() -> bool:
         return False
     from thermocline.serve import run_shard_host
 
-    run_shard_host()
+    run_shard_host(folder)
     return True
 
 
@@ -203,15 +241,31 @@ def _shard_config(count: int, split: SplitName, plan: Path | None, heat: Path | 
     return ShardConfig(count, split, plan, heat, device)
 
 
-def _credentials(token_file: Path | None, certificate: Path | None, key: Path | None) -> Credentials:
+def _credentials(
+    token_file: Path | None, certificate: Path | None, key: Path | None, client_ca: Path | None, control_token_file: Path | None
+) -> Credentials:
     from thermocline.serve.server.config import Credentials
 
     if (certificate is None) != (key is None):
         raise BadInput("TLS needs both --tls-cert and --tls-key", parameter="--tls-cert")
-    token = None if token_file is None else token_file.read_text(encoding="utf-8").strip()
+    if client_ca is not None and certificate is None:
+        raise BadInput("--tls-client-ca needs --tls-cert and --tls-key", parameter="--tls-client-ca")
+    return Credentials(_token(token_file), certificate, key, client_ca, _token(control_token_file))
+
+
+def _token(file: Path | None) -> str | None:
+    token = None if file is None else file.read_text(encoding="utf-8").strip()
     if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
-        raise BadInput(f"'{token_file}' must hold the token: one word of printable ASCII", path=token_file)
-    return Credentials(token, certificate, key)
+        raise BadInput(f"'{file}' must hold the token: one word of printable ASCII", path=file)
+    return token
+
+
+def _describe_hosts(secret_file: Path | None, credentials: Credentials) -> None:
+    """Hand the secret and the certificates to the processes' rendezvous, which reads the environment, as torchrun's does."""
+    given = {"SECRET_FILE": secret_file}
+    if credentials.client_ca is not None:
+        given |= {"TLS_CERT": credentials.certificate, "TLS_KEY": credentials.key, "TLS_CA": credentials.client_ca}
+    os.environ |= {f"THERMOCLINE_{name}": str(path) for name, path in given.items() if path is not None}
 
 
 @app.command(epilog="Example:  thermocline serve status http://127.0.0.1:8000 --report serving.html")

@@ -2,7 +2,8 @@
 
     ThermoclineError
     ├── BadInput
-    │   └── UnknownModel          the model repository has no such model or version
+    │   ├── UnknownModel          the model repository has no such model or version
+    │   └── NotAllowed            loading and unloading are off, or need another token
     └── ServeError
         ├── Overloaded            the queue is full
         ├── ShardDown             the shard that holds the rows is being restarted
@@ -27,6 +28,10 @@ class UnknownModel(BadInput):
         except UnknownModel as error:
             print(error)
     """
+
+
+class NotAllowed(BadInput):
+    """Loading and unloading are off, or need a token that the request lacks."""
 
 
 class ServeError(ThermoclineError):

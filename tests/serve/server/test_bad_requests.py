@@ -220,9 +220,9 @@ def raw(address, data, wait=120.0):
 
 def test_a_short_body_and_an_incomplete_header_time_out(serve):
     running = serve(limits=ServerLimits(slow=3600, drain=3))
-    head = f"POST /v2/models/tables/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body()) + 5}\r\n\r\n".encode()
+    head = f"POST /v2/models/tables/infer HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body()) + 5}\r\n\r\n".encode()
     assert b" 408 " in running.cut_off(head + body())
-    assert running.cut_off(b"POST /v2/models/tables/infer HTTP/1.1\r\nHost: x\r\n") == b""
+    assert running.cut_off(b"POST /v2/models/tables/infer HTTP/1.1\r\nHost: 127.0.0.1\r\n") == b""
     check_healthy(running.grpc)
 
 
@@ -238,7 +238,7 @@ def test_a_short_body_and_an_incomplete_header_time_out(serve):
     ],
 )
 def test_malformed_http_is_a_client_error(served, head):
-    got = raw(served.http, b"POST /v2/models/tables/infer HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n{}\r\n\r\n")
+    got = raw(served.http, b"POST /v2/models/tables/infer HTTP/1.1\r\nHost: 127.0.0.1\r\n" + head + b"\r\n{}\r\n\r\n")
     assert got.startswith(b"HTTP/1.") and b" 400 " in got.split(b"\r\n")[0]
     check_healthy(served.grpc)
 
@@ -249,14 +249,16 @@ def test_connections_beyond_the_limit_are_refused(serve):
     open_ones = [socket.create_connection((host, int(port))) for _ in range(3)]
     try:
         until(
-            lambda: b" 503 " in raw(running.http, b"GET /v2 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
+            lambda: b" 503 " in raw(running.http, b"GET /v2 HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"),
             "no connection was refused",
         )
     finally:
         for one in open_ones:
             one.close()
     until(
-        lambda: raw(running.http, b"GET /v2 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 200"),
+        lambda: raw(running.http, b"GET /v2 HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n").startswith(
+            b"HTTP/1.1 200"
+        ),
         "full",
     )
 
@@ -265,7 +267,7 @@ def test_bodies_in_memory_have_a_limit(serve):
     running = serve(limits=ServerLimits(in_flight=len(body()) + 10, slow=3600, drain=3))
     host, port = running.http.split(":")
     with socket.create_connection((host, int(port))) as slow:
-        slow.sendall(b"POST /v2/models/tables/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 30\r\n\r\n{")
+        slow.sendall(b"POST /v2/models/tables/infer HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 30\r\n\r\n{")
         until(lambda: post(running.http, body())[0] == 429, "there was room for both")
     until(lambda: post(running.http, body())[0] == 200, "the memory was not released")
 

@@ -24,7 +24,7 @@ from thermocline.errors import BadInput
 from thermocline.kernels.cpu.compile import Kernel
 from thermocline.serve.protocol import schema
 from thermocline.serve.protocol.grpc_messages import read_request, write_response
-from thermocline.serve.server.config import ServerLimits
+from thermocline.serve.server.config import ServerConfig, ServerLimits
 from thermocline.serve.server.fast_path import MAX_IDS, look_up_rows
 from thermocline.serve.server.grpc_server import GrpcService
 from thermocline.serve.server.inference_service import InferenceService
@@ -68,7 +68,7 @@ async def served(folder, shards=3, **limits):
     repository = make_repository(folder, ShardConfig(shards), ServerLimits(**limits))
     await repository.load("tables")
     repository.served("tables").batcher._max_loop_seconds = math.inf  # on a machine of any speed
-    service = InferenceService(repository, repository.limits, repository.metrics)
+    service = InferenceService(repository, ServerConfig(limits=repository.limits))
     try:
         yield SimpleNamespace(
             grpc=GrpcService(service),

@@ -29,7 +29,7 @@ from thermocline.serve.server.in_flight import CALL_BYTES, HEALTH_SHARE
 LIVE, STREAM = f"/{schema.SERVICE}/ServerLive", f"/{schema.SERVICE}/ModelStreamInfer"
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 BYTES = 5_000_000
-GET = "GET {} HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = "GET {} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 def ids_message(ids):
@@ -46,7 +46,9 @@ def infer(address, data):
 
 
 def is_ok(address, path):
-    return raw(address, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()).startswith(b"HTTP/1.1 200")
+    return raw(address, f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()).startswith(
+        b"HTTP/1.1 200"
+    )
 
 
 def read_ids(ids, **parameters):
@@ -215,7 +217,7 @@ def unread_http(running):
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect((host, int(port)))
-    head = f"POST /v2/models/tables/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST /v2/models/tables/infer HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
 
@@ -318,7 +320,7 @@ def test_beyond_the_limit_only_health_probes_are_answered(serve, caplog, kind):
     with ExitStack() as stack, caplog.at_level(logging.DEBUG):
         for _ in range(3):
             connection = stack.enter_context(socket.create_connection((host, int(port))))
-            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         assert raw(running.http, GET.format("/v2").encode()).startswith(b"HTTP/1.1 503")
         for path in ("/v2/health/live", "/v2/health/ready"):

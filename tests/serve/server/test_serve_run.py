@@ -271,3 +271,39 @@ def test_a_dlrm_ranks_candidates_over_the_network(tmp_path):
                 assert not client.is_model_ready("rank")
         finally:
             server.terminate()
+
+
+def test_a_full_stdout_does_not_end_the_server(towers):
+    with open("/dev/full", "w") as full:
+        server = subprocess.Popen([*RUN, towers[1], "--shards", "1", *FREE], stdout=full, stderr=subprocess.PIPE, text=True)
+    with server:
+        assert server.stderr is not None
+        lines = [json.loads(server.stderr.readline())]
+        while "addresses" not in lines[-1]["event"]:
+            lines.append(json.loads(server.stderr.readline()))
+        (listening,) = [line for line in lines if line["event"] == "listening"]
+        with over_http.InferenceServerClient(f"127.0.0.1:{listening['http_port']}") as client:
+            assert client.is_server_ready()
+        server.terminate()
+        assert server.wait(120) == 0
+
+
+def test_a_log_that_nobody_reads_does_not_stop_the_server(towers):
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writing, b" " * 4096)
+    os.set_blocking(writing, True)
+    server = subprocess.Popen([*RUN, towers[1], "--shards", "1", *FREE], stdout=subprocess.PIPE, stderr=writing, text=True)
+    os.close(writing)
+    with server:
+        assert server.stdout is not None
+        found = re.fullmatch(r"ready: http://(\S+)  grpc (\S+)\n", server.stdout.readline())
+        assert found is not None
+        with over_http.InferenceServerClient(found[1]) as client:
+            client.load_model("tables")  # writes to the log
+            assert client.is_server_ready()
+        server.terminate()
+        assert server.wait(120) == 0
+    os.close(reading)

@@ -161,7 +161,7 @@ def test_a_request_of_a_closed_http_connection_is_not_executed(serve):
     slow(running)
     batcher = running.server.repository.served("tables").batcher
     body = json.dumps({"inputs": [{"name": "user", "shape": [1], "datatype": "INT64", "data": [1]}]})
-    sent = f"POST /v2/models/tables/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    sent = f"POST /v2/models/tables/infer HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
     host, port = running.http.split(":")
     with socket.create_connection((host, int(port))) as first:
         first.sendall(sent)

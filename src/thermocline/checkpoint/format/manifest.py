@@ -118,7 +118,8 @@ class TableEntry(BaseModel):
         """What is wrong with sizes, precisions and names."""
         if not (1 <= self.rows <= MAX_ROWS and 1 <= self.dim <= F.MAX_DIM and 0 <= self.first <= MAX_ROWS):
             yield f"the table has {self.rows} rows of {self.dim} columns from row {self.first} on"
-        if self.precision not in self.precisions or not set(self.precisions) <= set(F.NAMES):
+        known = len(set(self.precisions) & set(F.NAMES)) == len(self.precisions)
+        if self.precision not in self.precisions or not known:
             yield f"the precisions are {self.precision!r} of {self.precisions}; this package knows {', '.join(F.NAMES)}"
         if self.module not in modules or not self.features or not set(self.features) <= set(id_maps):
             yield f"the table lacks its module {self.module!r}, a feature, or the id map of a feature"
@@ -257,6 +258,9 @@ class Manifest(BaseModel):
             yield "saves", "a checkpoint has at least one save and one table"
         if len(tables) < len(self.tables) or len(modules) < len(self.modules):
             yield "tables", "two tables or modules have the same name"
+        features = [feature for table in self.tables for feature in table.features]
+        if len(set(features)) < len(features):
+            yield "tables", "two tables have the same feature"
         for table in self.tables:
             yield from ((f"tables.{table.name}", words) for words in table.contradictions(modules, self.id_maps.keys()))
         for module in self.modules:
@@ -273,7 +277,8 @@ def _stated_sizes(settings: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     if "tables" not in settings:
         return [(settings.get("num_embeddings"), settings.get("embedding_dim"))]
     try:
-        return [(each["name"], len(each["features"]), each["rows"], each["dim"]) for each in settings["tables"]]
+        stated = [(each["name"], len(each["features"]), each["rows"], each["dim"]) for each in settings["tables"]]
+        return stated if all(isinstance(name, str) for each in settings["tables"] for name in each["features"]) else []
     except (TypeError, KeyError):
         return []
 

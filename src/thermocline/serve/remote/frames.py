@@ -1,4 +1,4 @@
-"""Frames between hosts over TCP. Frames hold no code, and a host answers only to the token of its job.
+"""Frames between hosts over TCP. Frames hold no code, and a host answers only to a front end with the same secret.
 
     b"R"  version, runs of (shard and table, count), places     ->  size, records one after another
     b"C"  JSON, then bytes                                       ->  the same
@@ -9,13 +9,17 @@ splits. The reply holds records as they are stored, an int8 row in a quarter of 
 
 from __future__ import annotations
 
+import hmac
 import json
+import secrets
 import socket
 import struct
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .rendezvous import NUMBER, proof
 
 ROWS, CONTROL = b"R", b"C"
 _ROWS, _SIZES = struct.Struct("<III"), struct.Struct("<QQ")
@@ -58,6 +62,25 @@ def receive_message(source: socket.socket) -> tuple[dict[str, Any], bytearray]:
         raise EOFError("not a message of this protocol")
     message: dict[str, Any] = json.loads(receive_exactly(source, text))
     return message, receive_exactly(source, more)
+
+
+def prove_to_host(connection: socket.socket, secret: bytes) -> None:
+    """The front end's side of a mutual proof of the secret. Raises EOFError if the other side does not have it."""
+    theirs, mine = bytes(receive_exactly(connection, NUMBER)), secrets.token_bytes(NUMBER)
+    connection.sendall(mine + proof(secret, b"front", theirs, mine))
+    if not hmac.compare_digest(bytes(receive_exactly(connection, NUMBER)), proof(secret, b"host", mine, theirs)):
+        raise EOFError("the host has another secret")
+
+
+def prove_to_front(connection: socket.socket, secret: bytes) -> bool:
+    """A host's side; whether the front end has the secret."""
+    mine = secrets.token_bytes(NUMBER)
+    connection.sendall(mine)
+    theirs, found = (bytes(receive_exactly(connection, NUMBER)) for _ in range(2))
+    if not hmac.compare_digest(found, proof(secret, b"front", mine, theirs)):
+        return False
+    connection.sendall(proof(secret, b"host", theirs, mine))
+    return True
 
 
 def exchange_messages(with_host: socket.socket, message: dict[str, Any], *data: Any) -> dict[str, Any]:

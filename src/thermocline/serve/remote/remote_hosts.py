@@ -75,8 +75,9 @@ class RemoteHost:
         connection = socket.create_connection(address, SILENT)
         connection.settimeout(STUCK)
         frames.configure(connection, SILENT)
-        connection.sendall(self._rendezvous.token)
-        frames.receive_exactly(connection, 1)
+        if self._rendezvous.tls is not None:
+            connection = self._rendezvous.tls.wrap(connection, server=False)
+        frames.prove_to_host(connection, self._rendezvous.secret)
         connection.settimeout(seconds)  # None: a load may take any time
         return connection
 

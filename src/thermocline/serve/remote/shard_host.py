@@ -9,24 +9,26 @@ thread, so that rows, messages and heartbeats do not wait for each other.
 
 from __future__ import annotations
 
-import hmac
 import os
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from thermocline import formats as F
-from thermocline.errors import BadInput, FormatError
+from thermocline.errors import BadInput, FormatError, open_regular
 from thermocline.serve.errors import NotReady, ShardDown
 from thermocline.serve.tables.load_job import LoadJob
-from thermocline.serve.tables.segments import Bytes, SharedSegment, check_fits, put_rows
+from thermocline.serve.tables.memory_limits import reserve
+from thermocline.serve.tables.segments import Bytes, SharedSegment, put_rows
 from thermocline.serve.tables.supervisor import Supervisor
 
 from . import frames
 from .rendezvous import Rendezvous, join_rendezvous
 
+_GREETINGS, _GREETING_S = 16, 10.0  # connections that prove the secret at the same time, and seconds for each
 MAX_ALONE = 30.0  # seconds without the front end, after which a host ends
 
 
@@ -36,7 +38,6 @@ class HostedVersion:
     def __init__(self, group: str, job: LoadJob, shards: int) -> None:
         self.group, self.job = group, job
         sizes = job.layout.sizes_S[job.first : job.first + shards]
-        check_fits(sum(sizes), f"the rows of shards {job.first} to {job.first + shards - 1}")
         self.segments = [SharedSegment(size, f"shard-{job.first + n}") for n, size in enumerate(sizes)]
         # Records of every table in every shard, by place: shard after shard, tables in order.
         self.views: list[Bytes] = [
@@ -49,8 +50,9 @@ class HostedVersion:
 class ShardHost:
     """The shards of this host, and the connections of the front end."""
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
+    def __init__(self, rendezvous: Rendezvous, folder: Path) -> None:
+        self._rendezvous, self._folder = rendezvous, Path(os.path.abspath(folder))
+        self._greeting = threading.Semaphore(_GREETINGS)
         self._versions: dict[int, HostedVersion] = {}
         self._supervisors: dict[str, Supervisor] = {}  # by group
         self._closed: set[str] = set()  # groups: a late load must not start their shards again
@@ -74,18 +76,30 @@ class ShardHost:
                 connection, _ = listener.accept()
             except OSError:
                 return  # closed
+            self._greeting.acquire()  # strangers take no more threads
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        frames.configure(connection, MAX_ALONE)
+    def _greet(self, connection: socket.socket) -> socket.socket | None:
+        """The connection, once its other side has proved the secret."""
+        try:
+            frames.configure(connection, MAX_ALONE)
+            connection.settimeout(_GREETING_S)
+            if self._rendezvous.tls is not None:
+                connection = self._rendezvous.tls.wrap(connection, server=True)
+            if frames.prove_to_front(connection, self._rendezvous.secret):
+                connection.settimeout(None)
+                return connection
+        except (OSError, EOFError):
+            pass
+        finally:
+            self._greeting.release()
+        connection.close()
+        return None
+
+    def _serve(self, stranger: socket.socket) -> None:
+        if (connection := self._greet(stranger)) is None:
+            return
         with connection:
-            try:
-                token = bytes(frames.receive_exactly(connection, len(self._rendezvous.token)))
-                if not hmac.compare_digest(token, self._rendezvous.token):
-                    return
-                connection.sendall(b"!")
-            except (OSError, EOFError):
-                return
             self._count_connections(1)
             try:
                 while True:
@@ -162,7 +176,23 @@ class ShardHost:
         return {}
 
     def _load(self, group: str, version: int, job: LoadJob, shards: int) -> None:
-        hosted = HostedVersion(group, job, shards)
+        self._check_files(job)
+        sizes = job.layout.sizes_S[job.first : job.first + shards]
+        with reserve(sum(sizes), f"the rows of shards {job.first} to {job.first + shards - 1}"):
+            self._load_reserved(group, version, HostedVersion(group, job, shards), shards)
+
+    def _check_files(self, job: LoadJob) -> None:
+        """Raise `BadInput` if a job reads outside of the folder of this host, or anything whose checksum it does not state."""
+        checked = {number for number, _ in job.checksums}
+        for number, name in enumerate(job.files):
+            if not Path(os.path.abspath(name)).is_relative_to(self._folder):
+                raise BadInput(f"'{name}' is not in '{self._folder}', which this host serves", path=name)
+            if number not in checked:
+                raise BadInput(f"'{name}' is loaded without a checksum", path=name)
+            open_regular(name).close()
+
+    def _load_reserved(self, group: str, version: int, hosted: HostedVersion, shards: int) -> None:
+        job = hosted.job
         with self._lock:
             if group in self._closed:
                 raise NotReady("the shards are closed")
@@ -200,19 +230,24 @@ class ShardHost:
         put_rows(layout, [segment.memory for segment in hosted.segments], rows_K, codes_KB, meta_KW, hosted.job.first)
 
 
-def run_shard_host() -> None:
+def run_shard_host(folder: Path | str) -> None:
     """Hold shards for the front end until it ends: for every process of torchrun but the first.
 
+    Hosts know each other by the secret in the file that THERMOCLINE_SECRET_FILE names.
+
+    Args:
+        folder: the checkpoint, or model repository, that is served; nothing outside of it is loaded
+
     Raises:
-        BadInput: this is host 0, or the front end is gone
+        BadInput: this is host 0, there is no secret, or the front end is gone
 
     Example:
         torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr host0 host.py
     """
     rendezvous = join_rendezvous()
     if rendezvous is None or rendezvous.rank == 0:
-        raise BadInput("run_shard_host() is for hosts other than the first, by RANK and WORLD_SIZE", parameter="RANK")
-    host = ShardHost(rendezvous)
+        raise BadInput("run_shard_host(folder) is for hosts other than the first, by RANK and WORLD_SIZE", parameter="RANK")
+    host = ShardHost(rendezvous, Path(folder))
     host.listen()
     if not host.dismissed:
         raise BadInput(

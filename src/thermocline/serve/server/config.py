@@ -15,11 +15,21 @@ RESERVED_FILES = 96
 
 
 class Credentials(NamedTuple):
-    """A bearer token, and a TLS certificate with its key. None disables each."""
+    """Who may connect: a bearer token, a TLS certificate with its key, and the CA of clients' certificates. None disables each.
+
+    `control_token` is the token of load and unload, in place of `token`.
+    """
 
     token: str | None = None
     certificate: Path | None = None
     key: Path | None = None
+    client_ca: Path | None = None
+    control_token: str | None = None
+
+    @property
+    def identify_clients(self) -> bool:
+        """Whether a stranger cannot make a request."""
+        return self.token is not None or self.client_ca is not None
 
 
 @dataclass(frozen=True)
@@ -74,3 +84,11 @@ class ServerConfig:
     credentials: Credentials = field(default_factory=Credentials)
     limits: ServerLimits = field(default_factory=ServerLimits)
     follow: float = 0.0  # seconds between checks for newer saves; 0: never
+    model_control: bool = True  # whether clients may load and unload models
+    allow_hosts: tuple[str, ...] = ()  # names, beside addresses and localhost, by which browsers may reach this server
+
+    @property
+    def clients_control(self) -> bool:
+        """Whether load and unload are possible: never for strangers from other machines."""
+        known = self.credentials.identify_clients or self.credentials.control_token is not None
+        return self.model_control and (known or self.host == LOOPBACK or self.host in ("localhost", "::1"))

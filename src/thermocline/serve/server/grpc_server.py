@@ -9,7 +9,6 @@ the message arrives, so that calls with a half-sent message are counted and time
 
 from __future__ import annotations
 
-import hmac
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from time import perf_counter
@@ -27,10 +26,11 @@ from thermocline.serve.protocol.tensors import refuse_count
 from .config import Credentials, ServerLimits
 from .fast_path import look_up_rows
 from .grpc_standard import CHECK, HealthService, ReflectionService
-from .inference_service import NO_DEADLINE, InferenceService
+from .inference_service import NO_DEADLINE, InferenceService, is_token
 
 Method = Callable[[Any], "dict[str, Any] | Awaitable[dict[str, Any]]"]
 _PUBLIC = (f"/{schema.SERVICE}/ServerLive", f"/{schema.SERVICE}/ServerReady", CHECK)  # without a token, for health probes
+_CONTROL = (f"/{schema.SERVICE}/RepositoryModelLoad", f"/{schema.SERVICE}/RepositoryModelUnload")
 _HEALTH = ("ServerLive", "ServerReady", "ModelReady")
 MAX_CONTROL_BYTES = 1 << 16  # of a request that holds no tensors
 
@@ -123,6 +123,8 @@ class GrpcService:
         async def handle(requests: AsyncIterator[bytes], context: Any) -> bytes:
             try:
                 call = calls.begin(context, name in _HEALTH)
+                if name in ("RepositoryModelLoad", "RepositoryModelUnload"):
+                    self._service.check_control(_authorization(context.invocation_metadata()))
                 data = await _message(context)
                 call.until = math.inf
                 refuse_count(f"bytes of a {name}Request", len(data), MAX_CONTROL_BYTES)
@@ -163,11 +165,16 @@ async def _message(context: Any) -> bytes:
     return message
 
 
+def _authorization(metadata: Any) -> Any:
+    return dict(metadata or ()).get("authorization", "")
+
+
 class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Refuses calls without the bearer token."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+    def __init__(self, token: str, elsewhere: tuple[str, ...]) -> None:
+        self._elsewhere = elsewhere  # methods with another token
+        self._token = token
         self._refusal = grpc.stream_unary_rpc_method_handler(self._refuse)  # does not wait for the message
 
     @staticmethod
@@ -176,9 +183,11 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         raise AssertionError("abort raises")
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
-        given = dict(call.invocation_metadata).get("authorization", "")
-        given = given if isinstance(given, bytes) else given.encode()
-        if call.method in _PUBLIC or hmac.compare_digest(given, self._expected):
+        if (
+            call.method in _PUBLIC
+            or call.method in self._elsewhere
+            or is_token(_authorization(call.invocation_metadata), self._token)
+        ):
             return await continuation(call)
         return self._refusal
 
@@ -203,7 +212,8 @@ def make_server(service: InferenceService, limits: ServerLimits, credentials: Cr
         ("grpc.enable_channelz", 0),
         ("grpc.so_reuseport", 0),  # else a second server on the same port silently takes half of the requests
     ]
-    interceptors = [_TokenInterceptor(credentials.token)] if credentials.token else []
+    elsewhere = _CONTROL if credentials.control_token else ()
+    interceptors = [_TokenInterceptor(credentials.token, elsewhere)] if credentials.token else []
     # maximum_concurrent_rpcs costs a tenth of the server's throughput; the batcher bounds the queue instead.
     server = grpc.aio.server(interceptors=interceptors, options=options)
     own = grpc.method_handlers_generic_handler(schema.SERVICE, GrpcService(service).methods())
@@ -218,7 +228,8 @@ def bind(server: Any, host: str, port: int, credentials: Credentials) -> int:
     try:
         if credentials.certificate is not None and credentials.key is not None:
             pair = (credentials.key.read_bytes(), credentials.certificate.read_bytes())
-            return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+            ca = None if credentials.client_ca is None else credentials.client_ca.read_bytes()
+            return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair], ca, ca is not None)))
         return int(server.add_insecure_port(address))
     except RuntimeError as error:
         words = f"cannot listen on {address} for gRPC: the port is taken or the address is not this machine's"

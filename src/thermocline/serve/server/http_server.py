@@ -8,7 +8,6 @@ that get an answer to a health probe, and 503 for anything else.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import socket
@@ -17,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from ipaddress import ip_address
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
@@ -35,8 +35,8 @@ from thermocline.serve.protocol.rest import (
 )
 from thermocline.serve.protocol.tensors import RequestLimits
 
-from .config import Credentials, ServerLimits
-from .inference_service import InferenceService
+from .config import Credentials, ServerConfig
+from .inference_service import InferenceService, is_token
 from .metrics import MetricsHistory
 from .status_page import status_json, status_page
 
@@ -55,14 +55,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class HttpServer:
     """An aiohttp server on one port, and its routes."""
 
-    def __init__(
-        self, service: InferenceService, limits: ServerLimits, credentials: Credentials, history: MetricsHistory
-    ) -> None:
+    def __init__(self, service: InferenceService, config: ServerConfig, history: MetricsHistory) -> None:
+        limits, credentials = config.limits, config.credentials
         self._service, self._limits, self._history, self._tls = service, limits, history, _tls(credentials)
         self.over = 0  # connections beyond the limit
         self._worker = ThreadPoolExecutor(1, "json")
-        guards = [_token_middleware(credentials.token)] if credentials.token else []
-        middlewares = [self._close_when_draining, *guards, self._errors]
+        guards = [_token_middleware(credentials.token, credentials.control_token)] if credentials.token else []
+        middlewares = [self._close_when_draining, _browser_middleware(config), *guards, self._errors]
         app = web.Application(client_max_size=limits.max_message, middlewares=middlewares)
         app.add_routes(self._routes())
         self._runner = web.AppRunner(
@@ -213,6 +212,7 @@ class HttpServer:
         return _json_response(self._service.repository.index((await self._json(request)).get("ready") is True))
 
     async def _load(self, request: web.Request) -> web.Response:
+        self._service.check_control(request.headers.get("Authorization", ""))
         parameters = (await self._json(request)).get("parameters") or {}
         if not isinstance(parameters, dict) or set(parameters) - {"config"}:
             words = "'parameters' may hold 'config' only: models are loaded from the server's own folder"
@@ -222,6 +222,7 @@ class HttpServer:
         return web.Response()
 
     async def _unload(self, request: web.Request) -> web.Response:
+        self._service.check_control(request.headers.get("Authorization", ""))
         with self._holding() as take:
             await self._body(request, take)
         self._service.repository.unload(request.match_info["model"])
@@ -270,18 +271,50 @@ def _model_and_version(request: web.Request) -> tuple[str, str]:
     return request.match_info["model"], request.match_info.get("version", "")
 
 
-def _token_middleware(token: str) -> Any:
-    expected = f"Bearer {token}".encode()
+def _token_middleware(token: str, control_token: str | None) -> Any:
+    """Refuses requests without the token. Load and unload check their own, if they have one."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path in _PUBLIC or hmac.compare_digest(given, expected):
+        elsewhere = control_token is not None and request.path.startswith("/v2/repository/models/")
+        if request.path in _PUBLIC or elsewhere or is_token(request.headers.get("Authorization", ""), token):
             return await handler(request)
         error = {"error": "send the header 'Authorization: Bearer TOKEN'"}
         return web.json_response(error, status=401, headers={"WWW-Authenticate": "Bearer"})
 
     return check
+
+
+def _browser_middleware(config: ServerConfig) -> Any:
+    """Refuses what a page of another site can have a browser send: requests with its Origin, and, by a name that it lets lead
+    here, any request. Such a name in Host matters only where the server does not identify its clients."""
+    names = {"localhost", config.host, *config.allow_hosts}
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.partition("://")[2] != request.host:
+            return web.json_response({"error": f"requests of {origin[:100]!r} are refused"}, status=403)
+        host = _host_name(request.host)
+        if not (config.credentials.identify_clients or request.path in _PUBLIC or host in names or _is_address(host)):
+            words = f"the server is not known as {host[:100]!r}: use its address, or start it with --allow-host {host[:100]}"
+            return web.json_response({"error": words}, status=421)
+        return await handler(request)
+
+    return check
+
+
+def _host_name(host: str) -> str:
+    """A Host header without its port."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 class _OverLimit(asyncio.Protocol):
@@ -321,4 +354,7 @@ def _tls(credentials: Credentials) -> ssl.SSLContext | None:
     except ssl.SSLError as error:
         files = f"'{credentials.certificate}' and '{credentials.key}'"
         raise BadInput(f"{files} are not a certificate and its key in PEM: {error}", parameter="tls_cert") from error
+    if credentials.client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(credentials.client_ca)
     return context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import math
 from collections.abc import Mapping
@@ -9,14 +10,14 @@ from typing import Any, NamedTuple
 
 from thermocline import __version__
 from thermocline.errors import BadInput
-from thermocline.serve.errors import DeadlineExceeded, NotReady, Overloaded, ShardDown, UnknownModel
+from thermocline.serve.errors import DeadlineExceeded, NotAllowed, NotReady, Overloaded, ShardDown, UnknownModel
 from thermocline.serve.protocol.tensors import Array, InferRequest
 
-from .config import ServerLimits
+from .config import ServerConfig
 from .dynamic_batcher import QueuedRequest
 from .in_flight import ByteBudget, GrpcCalls
 from .json_log import log_fault
-from .metrics import LatencyHistogram, ServerMetrics
+from .metrics import LatencyHistogram
 from .model_repository import ModelRepository, ServedVersion
 
 NAME = "thermocline"
@@ -27,6 +28,7 @@ _DURATIONS = {"success": "all", "queue": "queue", "compute_input": "read", "comp
 # gRPC code and HTTP status; the first match counts. Any other error is a fault of the server.
 _STATUS: tuple[tuple[type[Exception], str, int], ...] = (
     (UnknownModel, "NOT_FOUND", 404),
+    (NotAllowed, "PERMISSION_DENIED", 403),
     (BadInput, "INVALID_ARGUMENT", 400),
     (Overloaded, "RESOURCE_EXHAUSTED", 429),
     (ShardDown, "UNAVAILABLE", 503),
@@ -41,6 +43,12 @@ class ErrorStatus(NamedTuple):
     code: str
     http: int
     message: str
+
+
+def is_token(authorization: str | bytes, token: str) -> bool:
+    """Whether an `authorization` header has a token, in a time that tells nothing about it."""
+    given = authorization if isinstance(authorization, bytes) else authorization.encode("utf-8", "surrogateescape")
+    return hmac.compare_digest(given, f"Bearer {token}".encode())
 
 
 def error_status(error: Exception) -> ErrorStatus:
@@ -64,11 +72,13 @@ class InferResult(NamedTuple):
 class InferenceService:
     """Everything that a protocol needs to answer its clients."""
 
-    def __init__(self, repository: ModelRepository, limits: ServerLimits, metrics: ServerMetrics) -> None:
-        self.repository, self.limits, self.metrics = repository, limits, metrics
+    def __init__(self, repository: ModelRepository, config: ServerConfig) -> None:
+        self.repository, self.metrics = repository, repository.metrics
+        self.limits = limits = config.limits
+        self._clients_control, self._control_token = config.clients_control, config.credentials.control_token
         self.budget = ByteBudget(limits.in_flight)
-        self.calls = GrpcCalls(self.budget, limits, metrics.dropped)
-        metrics.in_flight = lambda: self.budget.held
+        self.calls = GrpcCalls(self.budget, limits, self.metrics.dropped)
+        self.metrics.in_flight = lambda: self.budget.held
 
     def find(self, request: InferRequest) -> ServedVersion:
         """The model version of a request. Raises `NotReady` or `UnknownModel`."""
@@ -177,6 +187,14 @@ class InferenceService:
             "inference_stats": durations | {"fail": {"count": sum(metrics.failed.values()), "ns": 0}},
             "batch_stats": [{"batch_size": size, "compute_infer": {"count": count}} for size, count in batches],
         }
+
+    def check_control(self, authorization: str) -> None:
+        """Raise `NotAllowed` unless a request with this `authorization` header may load and unload models."""
+        if not self._clients_control:
+            words = "loading and unloading are off here: set --token-file or --control-token-file, and --model-control explicit"
+            raise NotAllowed(words, parameter="model_control")
+        if self._control_token is not None and not is_token(authorization, self._control_token):
+            raise NotAllowed("send 'authorization: Bearer TOKEN' with the token of --control-token-file", parameter="token")
 
     async def load(self, name: str, config: str | None) -> None:
         """RepositoryModelLoad of the model repository extension."""

@@ -33,7 +33,7 @@ class InferenceServer:
 
     def __init__(self, repository: ModelRepository, config: ServerConfig) -> None:
         self.repository, self._config = repository, config
-        self._service = InferenceService(repository, config.limits, repository.metrics)
+        self._service = InferenceService(repository, config)
         self._history = MetricsHistory(repository.metrics)
         self._tasks: list[asyncio.Task[None]] = []
         self.http_port = self.grpc_port = 0
@@ -43,7 +43,7 @@ class InferenceServer:
     async def start(self) -> None:
         """Open both ports."""
         config = self._config
-        self._http = HttpServer(self._service, config.limits, config.credentials, self._history)
+        self._http = HttpServer(self._service, config, self._history)
         self._grpc = make_server(self._service, config.limits, config.credentials)
         self.grpc_port = bind(self._grpc, config.host, config.grpc_port, config.credentials)
         self.http_port = await self._http.start(config.host, config.http_port)
@@ -54,8 +54,8 @@ class InferenceServer:
             self._tasks.append(loop.create_task(self._follow()))
         tls = config.credentials.key is not None
         log("listening", host=config.host, http_port=self.http_port, grpc_port=self.grpc_port, tls=tls)
-        if config.host != LOOPBACK and config.credentials.token is None:
-            log("any client may load and unload models; use --token-file", WARNING, host=config.host)
+        if config.host != LOOPBACK and not config.credentials.identify_clients:
+            log("any client may read rows; use --token-file or --tls-client-ca", WARNING, host=config.host)
 
     async def load_all(self) -> None:
         """Load every model of the folder."""

@@ -51,6 +51,12 @@ class CheckpointSource:
         number, folder = str(manifest.saves[-1].number), self.checkpoint.folder.name
         self.name = f"{folder}.{number}" if folder.isdecimal() else number
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of everything but rows: id maps, dense parameters, cached rows."""
+        state = {name for save in self.checkpoint.manifest.saves for name in (save.state, *save.slots)}
+        return sum(file.bytes for file in self.checkpoint.manifest.files if file.name in state)
+
     def splits(self, shards: int, split: str, plan: Plan | None, heat: HeatProfile | None) -> list[TableSplit]:
         """The split of every table."""
         known = {} if heat is None else {t.name: self._row_heat(t, heat) for t in self.tables}

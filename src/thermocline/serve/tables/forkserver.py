@@ -24,6 +24,8 @@ from .shard_server import main as run_shard_server
 from .shard_server import receive, send, socket_pair
 
 _ATTEMPTS = 3
+FORK_S = 30.0  # seconds for a forkserver to start a process: it may have to start itself
+SILENT_S, _LOOKS = 4.0, 4  # seconds without a heartbeat, after which a shard process is hung
 # Isolated: Python puts neither the working directory nor PYTHONPATH before the folders that this process imports from.
 _START = "import sys; sys.path[:] = sys.argv[1:]; from thermocline.serve.tables.forkserver import main; main()"
 
@@ -36,22 +38,37 @@ def _search_path() -> list[str]:
 
 
 class ShardProcess:
-    """A running shard process: a socket to it, its pid, and its process descriptor."""
+    """A running shard process: a socket to it, its pid, its process descriptor, and a pipe with its heartbeats."""
 
-    def __init__(self, socket: socket.socket, pid: int, pidfd: int) -> None:
-        self.socket, self.pid, self._pidfd = socket, pid, pidfd
+    def __init__(self, socket: socket.socket, pid: int, pidfd: int, beats: int) -> None:
+        self.socket, self.pid, self._pidfd, self._beats = socket, pid, pidfd, beats
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Send a message. A process that is gone is noticed by `reply`."""
         with suppress(OSError):
             send(self.socket, message, list(descriptors))
 
-    def reply(self) -> dict[str, Any]:
-        """The reply to a message. Raises EOFError if the process is gone."""
+    def reply(self, seconds: float | None = None) -> dict[str, Any]:
+        """The reply to a message. Raises EOFError if the process is gone, or does not reply in time."""
         try:
+            self.socket.settimeout(seconds)
             return receive(self.socket)[0]
         except OSError:
             raise EOFError from None
+
+    def watch(self) -> bool:
+        """Wait for the end of the process, or until it sends no heartbeat for `SILENT_S`; whether it has ended."""
+        poll, silent = select.poll(), 0
+        poll.register(self._pidfd, select.POLLIN)
+        poll.register(self._beats, select.POLLIN)
+        while silent < _LOOKS:  # several, because this process may have been stopped as well
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * SILENT_S / _LOOKS)]
+            if self._pidfd in ready:
+                return True
+            if ready and not os.read(self._beats, 64):  # it ends
+                return self.wait(SILENT_S)
+            silent = 0 if ready else silent + 1
+        return False
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the end of the process, at most `seconds`; whether it has ended."""
@@ -75,6 +92,7 @@ class ShardProcess:
 
     def __del__(self) -> None:
         os.close(self._pidfd)
+        os.close(self._beats)
 
 
 class Forkserver:
@@ -97,6 +115,7 @@ class Forkserver:
             )
             on_error.pop_all()
         self._socket = mine
+        self._socket.settimeout(FORK_S)
 
     def start(self, number: int) -> ShardProcess:
         """Start a shard process. Raises `ShardDown` after several attempts."""
@@ -113,10 +132,15 @@ class Forkserver:
         mine, theirs = socket_pair()
         with theirs, ExitStack() as on_error:
             on_error.callback(mine.close)
-            send(self._socket, {"number": number}, [theirs.fileno()])
+            beats, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            on_error.callback(os.close, beats)
+            try:
+                send(self._socket, {"number": number}, [theirs.fileno(), writing])
+            finally:
+                os.close(writing)
             reply, (pidfd,) = receive(self._socket)
             on_error.pop_all()
-            return ShardProcess(mine, reply["pid"], pidfd)
+            return ShardProcess(mine, reply["pid"], pidfd, beats)
 
     def close(self) -> None:
         """End the forkserver. Its shard processes live on."""
@@ -133,13 +157,14 @@ def main() -> None:
     supervisor = socket.socket(fileno=os.dup(0))
     with suppress(EOFError, ConnectionError):
         while True:
-            message, (descriptor,) = receive(supervisor)
+            message, descriptors = receive(supervisor)
             _reap()
             pid = os.fork()
             if pid == 0:
                 supervisor.close()  # an open copy would hide the end of the forkserver
-                _run_child(message["number"], descriptor)
-            os.close(descriptor)
+                _run_child(message["number"], *descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
             pidfd = os.pidfd_open(pid)
             send(supervisor, {"pid": pid}, [pidfd])
             os.close(pidfd)
@@ -153,12 +178,12 @@ def _reap() -> None:
             pass
 
 
-def _run_child(number: int, descriptor: int) -> None:
+def _run_child(number: int, descriptor: int, beats: int) -> None:
     try:
         os.setsid()
         os.dup2(descriptor, 0)
         os.close(descriptor)
-        run_shard_server(number)
+        run_shard_server(number, beats)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

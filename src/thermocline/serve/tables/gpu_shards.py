@@ -14,8 +14,9 @@ from torch import Tensor
 from thermocline.errors import BadInput
 
 from .checkpoint_source import CheckpointSource
+from .memory_limits import check_fits
 from .row_split import Rows
-from .segments import Bytes, ShardedTableLayout, ShardLayout, Words, check_fits
+from .segments import Bytes, ShardedTableLayout, ShardLayout, Words
 
 
 def load(source: CheckpointSource, layout: ShardLayout, shards: int) -> list[Tensor]:

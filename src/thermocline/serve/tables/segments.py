@@ -13,14 +13,12 @@ import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thermocline import formats as F
-from thermocline.errors import BadInput
 
 from .huge_pages import map_aligned
 from .row_split import Rows, TableSplit
@@ -177,25 +175,3 @@ class SharedSegment:
         if (descriptor := getattr(self, "descriptor", -1)) >= 0:
             os.close(descriptor)
             self.descriptor = -1
-
-
-def check_fits(needed: int, what: str, available: int | None = None) -> None:
-    """Raise `BadInput` if `needed` bytes do not fit into the available memory, by default of this machine."""
-    free = free_bytes() if available is None else available
-    if needed > free:
-        way_out = "unload a version, serve a smaller precision, or use a machine with more memory"
-        raise BadInput(f"{what} needs {needed:,} bytes, and {free:,} are free; {way_out}", needed=needed, available=free)
-
-
-def free_bytes() -> int:
-    """Available memory of the machine, or of its control group if that is less."""
-    with open("/proc/meminfo") as file:
-        lines = dict(line.split(":") for line in file)
-    found = [1024 * int(lines["MemAvailable"].split()[0])]
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        if limit != "max":
-            found.append(int(limit) - int(used))
-    except (OSError, ValueError):  # no control group with a limit
-        pass
-    return max(0, min(found))

@@ -36,8 +36,9 @@ from . import gpu_shards
 from .checkpoint_source import CheckpointSource
 from .huge_pages import HugePageThread
 from .lookup import LookupResult, look_up_batch, warm_up
+from .memory_limits import check_fits, reserve
 from .requests import OFFSETS, WEIGHTS, ParsedRequest, as_array, parse_request
-from .segments import Bytes, ShardedTableLayout, ShardLayout, SharedSegment, check_fits, make_layout, put_rows
+from .segments import Bytes, ShardedTableLayout, ShardLayout, SharedSegment, make_layout, put_rows
 from .supervisor import Supervisor
 from .version import RowDelta, TableVersion
 
@@ -157,7 +158,9 @@ class ShardGroup:
             if self._supervisor is None:
                 segments: list[Any] = list(gpu_shards.load(source, layout, self.count))
             else:
-                segments, memory = self._load_processes(source, layout, number, self._supervisor)
+                needed = sum(layout.sizes_S[: len(self._local)]) + source.state_bytes
+                with reserve(needed, f"'{source.checkpoint.folder}' on {len(self._local)} shards"):
+                    segments, memory = self._load_processes(source, layout, number, self._supervisor)
             fetch = None if self._hosts is None else RemoteFetch(self._hosts, layout, number)
             about = (source.checkpoint.id_maps, source.modes, source.checkpoint.dense(), self._tally_S, fetch)
             version = TableVersion.of(source.name, layout, segments, *about)
@@ -188,7 +191,6 @@ class ShardGroup:
     ) -> tuple[list[Any], list[Bytes]]:
         """Load with shard processes. Returns the segments of all shards, and the memory of those on this host."""
         hosts, job, local = self._hosts, source.load_job(layout), self._local
-        check_fits(sum(layout.sizes_S[: len(local)]), f"'{source.checkpoint.folder}' on {len(local)} shards")
         segments = [SharedSegment(layout.sizes_S[shard], f"shard-{shard}") for shard in local]
         wait = None if hosts is None else hosts.load(self._remote_name, number, job, layout.shards)
         memory = [segment.memory for segment in segments]

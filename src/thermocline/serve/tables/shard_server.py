@@ -10,7 +10,10 @@ import hashlib
 import json
 import os
 import socket
+import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from thermocline.errors import BadInput, FormatError
@@ -19,6 +22,7 @@ from .load_job import LoadJob
 from .segments import SharedSegment
 
 _MAX_DESCRIPTORS, _MAX_MESSAGE = 250, 1 << 16  # Linux's limit, and bytes
+BEAT_S = 0.5  # seconds between heartbeats
 _CHUNK = 1 << 20  # bytes hashed at a time: they stay in the processor's cache
 
 
@@ -96,8 +100,18 @@ def _verify_files(job: LoadJob, share: int, shares: int) -> None:
             raise FormatError(f"'{path}' is damaged: {checksums}; copy the file again, or use another checkpoint", path=path)
 
 
-def main(number: int) -> None:
+def _send_heartbeats(beats: int) -> None:
+    """Show the supervisor that this process runs, until the supervisor is gone."""
+    with suppress(BrokenPipeError):
+        while True:
+            with suppress(BlockingIOError):  # the supervisor is stopped
+                os.write(beats, b".")
+            time.sleep(BEAT_S)
+
+
+def main(number: int, beats: int) -> None:
     """Handle messages until the supervisor is gone."""
+    threading.Thread(target=_send_heartbeats, args=(beats,), daemon=True).start()
     supervisor, server = socket.socket(fileno=os.dup(0)), ShardServer(number)
     while True:
         try:

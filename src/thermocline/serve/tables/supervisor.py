@@ -1,8 +1,9 @@
 """The supervisor of shard processes: starts them, has them load, and restarts those that die.
 
-A thread watches each process. A process that ends is replaced and gets the memory of all versions again; lookups do not notice.
-If it dies while it loads, the waiting thread replaces it and repeats its share. After `ATTEMPTS` loading fails with
-`ShardDown`, and all processes are killed: replies to the failed request could be taken for replies to the next one.
+A thread watches each process, and kills one that sends no heartbeats. A process that ends is replaced and gets the memory of
+all versions again; lookups do not notice. If it dies while it loads, the waiting thread replaces it and repeats its share.
+After `ATTEMPTS` loading fails with `ShardDown`, and all processes are killed: replies to the failed request could be taken for
+those to the next one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from thermocline.errors import FormatError
 from thermocline.serve.errors import NotReady, ShardDown
 
-from .forkserver import Forkserver, ShardProcess
+from .forkserver import FORK_S, Forkserver, ShardProcess
 from .load_job import LoadJob
 from .segments import SharedSegment
 
@@ -52,7 +53,11 @@ class Supervisor:
     def _watch(self, number: int) -> None:
         while True:
             process = self._processes[number]
-            process.wait()
+            if not process.watch():
+                self._ready[number] = False
+                self._log(logging.WARNING, "a shard process does not respond and is killed", number)
+                process.kill()
+                process.wait()
             with self._lock, suppress(ShardDown):  # the next attempt pauses for longer
                 if self._closed:
                     return
@@ -73,7 +78,7 @@ class Supervisor:
         for name, version in self._versions.items():
             process.send({"do": "hold", "version": name}, _descriptors(version))
             try:
-                process.reply()
+                process.reply(FORK_S)
             except EOFError:
                 return  # its watcher tries again
         self._ready[number] = True
