@@ -281,3 +281,10 @@ def test_rows_that_do_not_fit_name_bytes_and_precisions(monkeypatch):
     monkeypatch.setattr("thermocline.nn.config.free_bytes", lambda _: 100_000_000)
     with pytest.raises(tc.BadInput, check=lambda error: error.needed > error.available == 100_000_000):
         NGramEmbedding(NGramHash(2_000_000, 50), 64)
+
+
+def test_rows_that_do_not_fit_into_host_memory_are_refused(monkeypatch):
+    monkeypatch.setattr("thermocline.nn.config.free_bytes", lambda device: 1 << 40 if device.type == "cuda" else 100_000_000)
+    ngrams, rows = NGramHash(2_000_000, 50), tc.RowConfig("int8", residency="host")
+    with pytest.raises(tc.BadInput, check=has(needed=128_000_000, available=100_000_000, device=torch.device("cpu"))):
+        NGramEmbedding(ngrams, 64, rows=rows, device="cuda")
