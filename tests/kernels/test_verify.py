@@ -17,7 +17,7 @@ from thermocline.kernels.update import cpu as update
 from thermocline.kernels.verify import checks
 from thermocline.kernels.verify import run as verify
 from thermocline.kernels.verify.checks import close_to, same_bits
-from thermocline.kernels.verify.id_maps import map_ids
+from thermocline.kernels.verify.id_maps import map_ids, ngram_rows
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
@@ -40,6 +40,7 @@ FEW = [
     checks.rounding(F.INT8, 48, 1000),
     checks.cache(F.INT8, 5, F.LFU),
     map_ids(7),
+    ngram_rows(7),
     *verify._bad_input(ONE),
 ]
 KERNELS = {kernel for kernel, *_ in FEW}

@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 
 import thermocline as tc
 from support import has
+from thermocline.heat import profile_batches
 from thermocline.nn import NGramEmbedding, NGramHash
 from thermocline.nn import rows_module as rows_module
+from thermocline.plan import TablesConfig, Topology
 from thermocline.rows.arena import Arena
 
 NGRAMS = NGramHash(997, vocabulary=50, orders=(2, 3), heads=2, exclude=(0,), salt=5)
@@ -194,6 +196,32 @@ def test_copies_pickles_and_the_meta_device_keep_the_map():
     assert torch.equal(made(tokens_of()), ours(tokens_of()))
 
 
+@pytest.mark.parametrize("mode", ["concatenate", "sum"])
+def test_a_sharded_table_gives_and_trains_the_same(mode):
+    rows = tc.RowConfig(cache=0.0, optimizer=tc.SGD(lr=0.1))
+    one, sharded = (nn.ModuleDict({"memory": memory(mode=mode, rows=rows)}) for _ in range(2))
+    pooling = "none" if mode == "concatenate" else "sum"
+    table = {"name": "ngrams", "rows": 997, "dim": 6, "pooling": pooling, "precision": "int8", "cache": 0.0, "lookups": 28}
+    config = TablesConfig.model_validate({"batch": 3, "tables": [table]})
+    cluster = Topology.load("laptop").model_copy(update={"gpus_per_node": 1})
+    heat = profile_batches([{"ngrams": NGRAMS(tokens_of()).reshape(3, -1).numpy()}])
+    tc.shard_(sharded, tc.make_plan(config, heat, cluster, budget="2MB"), heat)
+    for seed in range(2):
+        out, wanted = sharded["memory"](tokens_of(seed=seed)), one["memory"](tokens_of(seed=seed))
+        assert torch.equal(out, wanted)
+        out.square().sum().backward()
+        wanted.square().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sharded["memory"](tokens_of()).dtype == torch.bfloat16
+    for batch, rows in sharded["memory"].prefetched([tokens_of()]):
+        assert torch.equal(sharded["memory"](rows), one["memory"](batch))
+
+
+def test_an_empty_batch_gives_no_vectors():
+    assert memory(PLAIN)(torch.zeros(0, 5, dtype=torch.int64)).shape == (0, 5, 24)
+    assert memory(PLAIN, mode="sum")(torch.zeros(0, 5, dtype=torch.int64)).shape == (0, 5, 6)
+
+
 def test_conversion_leaves_the_module_alone():
     model = nn.ModuleDict({"words": nn.Embedding(50, 8), "memory": memory()})
     before = model["memory"](tokens_of())
@@ -253,3 +281,10 @@ def test_rows_that_do_not_fit_name_bytes_and_precisions(monkeypatch):
     monkeypatch.setattr("thermocline.nn.config.free_bytes", lambda _: 100_000_000)
     with pytest.raises(tc.BadInput, check=lambda error: error.needed > error.available == 100_000_000):
         NGramEmbedding(NGramHash(2_000_000, 50), 64)
+
+
+def test_rows_that_do_not_fit_into_host_memory_are_refused(monkeypatch):
+    monkeypatch.setattr("thermocline.nn.config.free_bytes", lambda device: 1 << 40 if device.type == "cuda" else 100_000_000)
+    ngrams, rows = NGramHash(2_000_000, 50), tc.RowConfig("int8", residency="host")
+    with pytest.raises(tc.BadInput, check=has(needed=128_000_000, available=100_000_000, device=torch.device("cpu"))):
+        NGramEmbedding(ngrams, 64, rows=rows, device="cuda")

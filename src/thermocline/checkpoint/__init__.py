@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from .interop import export_tables, import_tables
     from .loading import load, load_into, resume
     from .reader import Checkpoint
+    from .row_files import export_rows, import_rows
     from .save_job import save
 
 __all__ = [
-    "BackgroundSave", "Checkpoint", "Diff", "TableDiff", "compact", "convert", "diff", "export_tables", "import_tables", "load",
-    "load_into", "resume", "save", "save_async",
+    "BackgroundSave", "Checkpoint", "Diff", "TableDiff", "compact", "convert", "diff", "export_rows", "export_tables",
+    "import_rows", "import_tables", "load", "load_into", "resume", "save", "save_async",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

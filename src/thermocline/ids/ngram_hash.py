@@ -59,12 +59,14 @@ class NGramHash:
 
     def __post_init__(self) -> None:
         for name, most in (("rows", MOST_ROWS), ("vocabulary", _WORDS), ("heads", MOST_SLOTS)):
-            if not (isinstance(value := getattr(self, name), Integral) and 1 <= value <= most):
+            if not (isinstance(value := getattr(self, name), Integral) and 1 <= int(value) <= most):
                 _refuse(name, value, f"use an int from 1 to {most}")
             object.__setattr__(self, name, int(value))
         for name, first, last in (("orders", 1, 64), ("exclude", 0, self.vocabulary - 1)):
             numbers = getattr(self, name)
-            if not (isinstance(numbers, Sequence) and all(isinstance(n, Integral) and first <= n <= last for n in numbers)):
+            if not (
+                isinstance(numbers, Sequence) and all(isinstance(n, Integral) and first <= int(n) <= last for n in numbers)
+            ):
                 _refuse(name, numbers, f"use a tuple of ints from {first} to {last}")
             object.__setattr__(self, name, tuple(sorted({int(n) for n in numbers})))
         if not isinstance(self.salt, Integral):

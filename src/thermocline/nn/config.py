@@ -223,7 +223,8 @@ def _check_fits(
     """Raise before allocation if the tables do not fit, with precisions that would."""
     needed, free = bytes_needed(tables, slots, rows.optimizer, near), free_bytes(device)
     if rows.residency == "host" and device.type == "cuda":
-        needed -= sum(t.rows * F.row_bytes(format_of(t.precision), t.dim) for t in tables)
+        _check_fits_host(tables)
+        needed -= _bytes_of_codes(tables)
         needed += int(staged * _bytes_to_stage(tables, slots))
     if free is None or needed <= free:
         return
@@ -238,6 +239,25 @@ def _check_fits(
     raise BadInput(
         f"the tables need {needed / 2**30:.2f} GiB with optimizer state; {device} has {free / 2**30:.2f} GiB free; {way}",
         needed=needed, available=free, device=device,
+    )  # fmt: skip
+
+
+def _bytes_of_codes(tables: Sequence[TableSpec], precision: str | None = None) -> int:
+    return sum(t.rows * F.row_bytes(format_of(precision or t.precision), t.dim) for t in tables)
+
+
+def _check_fits_host(tables: Sequence[TableSpec]) -> None:
+    """Raise before allocation if codes do not fit into host memory, with precisions that would."""
+    host = torch.device("cpu")
+    needed, free = _bytes_of_codes(tables), free_bytes(host)
+    if free is None or needed <= free:
+        return
+    sizes = {precision: _bytes_of_codes(tables, precision) for precision in ("int8", "int4", "int2")}
+    ways = [f"precision={precision!r} ({size / 2**30:.2f} GiB)" for precision, size in sizes.items() if size <= free]
+    way = f"what would fit: {'; '.join(ways)}" if ways else "no precision fits; use more hosts, or fewer rows"
+    raise BadInput(
+        f"rows in host memory need {needed / 2**30:.2f} GiB; {free / 2**30:.2f} GiB are free; {way}",
+        needed=needed, available=free, device=host,
     )  # fmt: skip
 
 

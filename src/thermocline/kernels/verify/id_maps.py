@@ -59,7 +59,7 @@ def ngram_rows(ours: Implementation, batch: int) -> CheckResult:
     """Rows of n-grams of two orders, between excluded tokens."""
     generator = torch.Generator().manual_seed(batch)
     keys_S = torch.randint(-(1 << 63), (1 << 63) - 1, (6,), generator=generator)
-    tokens_BL, excluded_X = torch.randint(0, 50, (batch, 9), generator=generator), torch.tensor([3, 40])
+    tokens_BL, excluded_X = torch.randint(0, 50, (batch, 9), generator=generator), torch.tensor([3, 40], dtype=torch.int64)
     how = ((2, 3), 50, (1 << 40) - 5)
     rows_BLS = ours.of("ngrams").ngram_rows(*(t.to(ours.device) for t in (keys_S, excluded_X, tokens_BL)), *how)
     ours.settle(rows_BLS)

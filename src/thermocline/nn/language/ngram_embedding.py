@@ -93,7 +93,7 @@ class NGramEmbedding(nn.Module):
         table = Table(TABLE, ngrams.rows, embedding_dim)
         self.table = EmbeddingCollection([table], mode=MODES[mode], rows=rows, **torch_arguments)
         self.table.follows_autocast = True
-        width = table.dim * (ngrams.slots if mode == "concatenate" else 1)
+        self.width = width = table.dim * (ngrams.slots if mode == "concatenate" else 1)
         self.projection: nn.Linear | None = None
         if out_features is not None:
             self.projection = nn.Linear(width, out_features, bias=False, **torch_arguments)
@@ -123,8 +123,10 @@ class NGramEmbedding(nn.Module):
             raise BadInput(message, parameter="hidden")
         bags = input.arguments[0] if isinstance(input, PrefetchedInput) else NGramBags(self._rows(input), self.mode == "sum")
         rows_BLS = bags.rows_BLS
-        values = self.table(bags).values().view(*rows_BLS.shape[:2], -1)
-        out = values if self.projection is None else self.projection(values)
+        values = self.table(bags).values().view(*rows_BLS.shape[:2], self.width)
+        if torch.is_autocast_enabled(values.device.type):  # of a sharded table
+            values = values.to(torch.get_autocast_dtype(values.device.type))
+        out: Tensor = values if self.projection is None else self.projection(values)
         if self.key is not None and hidden is not None:
             score_BL1 = (self.query(hidden) * self.key(values)).sum(-1, keepdim=True) * hidden.shape[-1] ** -0.5
             out = out * torch.sigmoid(score_BL1.abs().clamp_min(1e-6).sqrt() * score_BL1.sign())
@@ -176,7 +178,7 @@ class NGramEmbedding(nn.Module):
     # -- nn.Module ----------------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NGramEmbedding:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._arrays = self.ngrams.arrays(self.table.arena.device)
         return self
 
