@@ -45,7 +45,7 @@ class ElasticRows:
     admit_after: int = 1
     shared: int = 16
     evict: str = "lfu"
-    half_life: int = 1000
+    half_life: int = 100
     ttl: int | None = None
     salt: int = 0
     init: float | None = None
