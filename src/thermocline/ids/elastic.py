@@ -79,8 +79,8 @@ class ElasticRows:
         return self.own**-0.5 if self.init is None else self.init
 
 
-def _check_int(name: str, value: Any, low: int, high: int, why: str = "") -> None:
-    if not (isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high):
+def _check_int(name: str, value: object, low: int, high: int, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise BadInput(f"{name} is {value!r}; use an int from {low} to {high}{why}", parameter=name, value=value, needed=low)
 
 

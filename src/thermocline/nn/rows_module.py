@@ -112,7 +112,7 @@ class RowsModule(nn.Module):
         """Look up rows of all features (see `rows.lookup`), to be trained by backward or, with update="step", later."""
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
         if (elastic := maps is not None and maps.elastic) and torch.compiler.is_compiling():
-            return _look_up_uncompiled(self, ids, offsets, weights, mode)
+            return _look_up_uncompiled(self, ids, offsets, weights, mode)  # type: ignore[no-any-return]
         trains = self._trains()
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
         try:
