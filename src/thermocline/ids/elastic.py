@@ -306,3 +306,9 @@ class KeyTable:
 def refuse_elastic(where: str, way: str, **fields: object) -> NoReturn:
     """Raise for a combination that elastic ids do not have yet."""
     raise BadInput(f"elastic ids do not work {where} yet; {way}, or use IdMap.hashed", parameter="ids", **fields)
+
+
+def refuse_export(elastic: bool) -> None:
+    """Raise for state dicts of other libraries, which would have rows without their ids."""
+    if elastic:
+        refuse_elastic("in state dicts of other libraries", "save a checkpoint")
