@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import thermocline as tc
 from support import has
 from thermocline import BadInput, IdMap, RowConfig, Table
+from thermocline.checkpoint import compact, convert, export_tables
 from thermocline.serve.tables.checkpoint_source import CheckpointSource
 
 CONFIG = RowConfig("int8", cache=0.1)
@@ -106,3 +108,20 @@ def test_tables_with_elastic_ids_are_not_served_yet(tmp_path: Path):
     tc.save(_tables(), tmp_path / "a")
     with pytest.raises(BadInput, check=has(parameter="ids", feature="seen")):
         CheckpointSource(tmp_path / "a")
+
+
+def test_rows_are_not_exported_without_their_ids(tmp_path: Path):
+    tables = _tables()
+    tc.save(tables, tmp_path / "a")
+    for export in (partial(export_tables, tables), partial(convert, tmp_path / "a", tmp_path / "b.safetensors")):
+        with pytest.raises(BadInput, check=has(parameter="ids")):
+            export()
+
+
+def test_a_compacted_chain_has_the_same_ids(tmp_path: Path):
+    tables = _tables()
+    for step in (0, 6, 12):
+        _train(tables, step, step + 6)
+        tc.save(tables, tmp_path / "a", incremental=True)
+    compact(tmp_path / "a")
+    assert _same(tc.load(tmp_path / "a"), tables)

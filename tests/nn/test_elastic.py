@@ -289,4 +289,6 @@ def test_what_elastic_ids_cannot_do_yet_is_refused():
     with pytest.raises(BadInput, check=has(parameter="feature")):
         tc.EmbeddingBag(5, 4).elastic()
     with pytest.raises(BadInput, check=has(parameter="ids")):
+        _bag()(torch.tensor([[1.5]]))
+    with pytest.raises(BadInput, check=has(parameter="ids")):
         tc.revert_(torch.nn.ModuleDict({"bag": _bag()}))

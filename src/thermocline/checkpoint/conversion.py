@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from thermocline.errors import BadInput
+from thermocline.ids.elastic import refuse_export
 from thermocline.nn.config import RowConfig
 from thermocline.nn.precision_tiers import Precision
 from thermocline.rows.fused_quantized import check_format, export_fused
@@ -102,6 +103,7 @@ def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _export(checkpoint: Checkpoint, target: Path, style: Style) -> None:
+    refuse_export(any(map.is_elastic for map in checkpoint.id_maps.values()))
     checkpoint.verify()
     groups: list[TensorGroup] = []
     for table in checkpoint.manifest.tables:

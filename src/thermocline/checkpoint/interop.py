@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
+from thermocline.ids.elastic import refuse_export
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 from thermocline.rows.fused_quantized import FORMAT_OF_BITS, check_fused
@@ -122,10 +123,11 @@ def export_tables(collection: EmbeddingCollection, style: Style = "torchrec") ->
         The rows of each table by key.
 
     Raises:
-        BadInput: a table is not in an affine precision, with style "fused".
+        BadInput: a table is not in an affine precision, with style "fused", or its ids are elastic.
 
     Example:
         >>> torchrec_model.load_state_dict(export_tables(collection), strict=False)
     """
+    refuse_export(any(map.is_elastic for map in collection.id_maps.values()))
     read = collection.arena.export_fused if style == "fused" else collection.read_table
     return {key_of(table.name, style): read(index) for index, table in enumerate(collection.tables)}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.distributed.sharded_collection import ShardedCollection
-from thermocline.ids.elastic import KeyTable
+from thermocline.ids.elastic import ElasticRows, KeyTable
 from thermocline.kernels import dequantize_rows
 from thermocline.nn.id_maps import ElasticMaps
 from thermocline.nn.rows_module import RowsModule
@@ -80,7 +80,7 @@ def _restore_ids(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule,
         if index not in saved:
             continue
         at = (tables.index(saved[index]), first)
-        policy = next(map.start for t, map in known if map.is_elastic and (t, map.first) == at)
+        policy = next(map.start for t, map in known if (t, map.first) == at and isinstance(map.start, ElasticRows))
         then = keys if policy == keys.policy else KeyTable(policy, keys.rules.key)
         for name, tensor in then.tensors().items():
             tensor.copy_(checkpoint.state.read(f"module/{entry.name}/elastic{numbers[at]}_{name}"))

@@ -45,7 +45,7 @@ class ElasticRows:
     admit_after: int = 1
     shared: int = 16
     evict: str = "lfu"
-    half_life: int = 1000
+    half_life: int = 100
     ttl: int | None = None
     salt: int = 0
     init: float | None = None
@@ -79,8 +79,8 @@ class ElasticRows:
         return self.own**-0.5 if self.init is None else self.init
 
 
-def _check_int(name: str, value: Any, low: int, high: int, why: str = "") -> None:
-    if not (isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high):
+def _check_int(name: str, value: object, low: int, high: int, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise BadInput(f"{name} is {value!r}; use an int from {low} to {high}{why}", parameter=name, value=value, needed=low)
 
 
@@ -306,3 +306,9 @@ class KeyTable:
 def refuse_elastic(where: str, way: str, **fields: object) -> NoReturn:
     """Raise for a combination that elastic ids do not have yet."""
     raise BadInput(f"elastic ids do not work {where} yet; {way}, or use IdMap.hashed", parameter="ids", **fields)
+
+
+def refuse_export(elastic: bool) -> None:
+    """Raise for state dicts of other libraries, which would have rows without their ids."""
+    if elastic:
+        refuse_elastic("in state dicts of other libraries", "save a checkpoint")

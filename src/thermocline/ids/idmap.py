@@ -129,7 +129,7 @@ class IdMap:
 
     @classmethod
     def elastic(
-        cls, rows: int, *, admit_after: int = 1, shared: int = 16, evict: str = "lfu", half_life: int = 1000,
+        cls, rows: int, *, admit_after: int = 1, shared: int = 16, evict: str = "lfu", half_life: int = 100,
         ttl: int | None = None, salt: int = 0, init: float | None = None,
     ) -> IdMap:  # fmt: skip
         """Let ids come and go: a module gives rows to ids while it trains, and takes them from cold ones when they run out.
@@ -142,7 +142,7 @@ class IdMap:
             admit_after: lookups after which an id gets a row of its own, 1 to 255; estimated in bounded memory, never too low.
             shared: rows at the end of the table for all other ids.
             evict: which row of a full bucket goes: "lfu", with counts that halve every `half_life` steps, or "lru".
-            half_life: steps.
+            half_life: steps; a small part of those that an id lives. Too few are better than too many: few mean "lru".
             ttl: steps without a lookup after which an id loses its row; by default none does.
             salt: seed of the hash and of first values.
             init: the rows of new ids are uniform in [-init, init), by id and salt; default: 1 / sqrt(rows for ids).

@@ -109,7 +109,7 @@ def _configs(rows: RowConfig | Mapping[str, RowConfig], names: Sequence[str]) ->
 def _elastic_maps(ids: Mapping[str, IdMap], found: Found) -> dict[int, IdMap]:
     """The map of each embedding that gets one, by the id of the module."""
     names = [name for name, _ in found]
-    for pattern, map in ids.items():
+    for pattern, map in dict[str, Any](ids).items():
         if not any(fnmatchcase(name, pattern) for name in names) or not (isinstance(map, IdMap) and map.is_elastic):
             message = f"ids has {pattern!r}: {map}; use an IdMap.elastic for a pattern of {', '.join(names) or 'no embeddings'}"
             raise BadInput(message, parameter="ids", value=pattern, names=tuple(names))
@@ -205,7 +205,7 @@ def _replacement(
         new = kind.from_pretrained(module.weight, not module.weight.requires_grad, **arguments, **given)
     else:
         place: TorchArguments = {"device": module.weight.device, "dtype": module.weight.dtype}
-        new = kind(*_shape(module, map), **arguments, **{**place, **given})
+        new = kind(*_shape(module, map), **{**arguments, **place, **given})
         new.requires_grad_(module.weight.requires_grad)
     new.arena.rename([name])  # for error messages
     return new.train(module.training)

@@ -144,6 +144,7 @@ class ElasticMaps(FeatureMaps):
             keys.read(keys.keys[:0], trains=True)
 
     def admit(self, module: RowsModule, ids_N: Tensor, offsets: Tensor) -> Tensor:
+        check_integers(ids_N)
         batch = (offsets.numel() - 1) // len(self.maps)
         if len(self.maps) == 1:
             return self._look_up(module, 0, ids_N.long().contiguous())

@@ -118,7 +118,7 @@ class RowsModule(nn.Module):
         """
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
         if (elastic := maps is not None and maps.elastic) and torch.compiler.is_compiling():
-            return _look_up_uncompiled(self, ids, offsets, weights, mode)
+            return _look_up_uncompiled(self, ids, offsets, weights, mode)  # type: ignore[no-any-return]
         trains = self._trains()
         if self.follows_autocast and torch.is_autocast_enabled(arena.device.type):
             dtype = torch.get_autocast_dtype(arena.device.type)
