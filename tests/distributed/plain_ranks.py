@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import thermocline as tc
+from thermocline.train.ranks import TrainingRanks
 
 ROWS = {"bags": (97, 8), "words": (61, 8), "shared": (23, 5)}
 
@@ -122,6 +128,64 @@ def train_tied(rank: int, size: int, plan: Any, heat: Any, optimizer: Any) -> An
         (words(mine).sum() + (words.weight * signs[:, None]).sum() * (2.0 / size)).backward()
     assert sharding is None or int(sharding.heat().tables["words id"].lookups) == 6 * 12
     return words.weight.detach().numpy().copy()
+
+
+def checkpoint_by_torch(rank: int, size: int, plan: Any, heat: Any, folder: str) -> Any:
+    """Save after some steps with torch.distributed.checkpoint, load into a new model; the rows and clocks of both."""
+    models, optimizers = [], []
+    for steps in (3, 1):
+        model = PlainModel()
+        tc.shard_(model, plan, heat)
+        rows = tc.fused_optimizer(model)
+        for step in range(steps):
+            loss_of(model(parts_of(step, [3] * size)[rank]), step, 0).backward()
+            rows.step()
+        rows.param_groups[0]["lr"] = 0.5 / steps
+        models.append(model)
+        optimizers.append(rows)
+    saved = get_state_dict(models[0], optimizers[0])
+    dcp.save({"model": saved[0], "rows": saved[1]}, checkpoint_id=folder)
+    model, rows = get_state_dict(models[1], optimizers[1])
+    dcp.load({"model": model, "rows": rows}, checkpoint_id=folder)
+    set_state_dict(models[1], optimizers[1], model_state_dict=model, optim_state_dict=rows)
+    assert optimizers[1].param_groups[0]["lr"] == 0.5 / 3
+    refused = []
+    try:
+        models[1].load_state_dict({key.replace(f"of{size}", "of7"): value for key, value in saved[0].items()})
+    except RuntimeError as error:
+        refused.append(str(error))
+    try:
+        fully_shard(models[1])
+    except tc.BadInput as error:
+        refused.append(error.parameter)
+    return [state_of(model) for model in models], refused
+
+
+def resume_with_ddp(rank: int, size: int, how: str) -> bool:
+    """Whether a dense part in DDP that goes on from a copy has the bits of one that was not interrupted."""
+
+    def dense_of(step: int, state: Any) -> nn.Module:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)))
+        model.load_state_dict(state[0] if state else model.state_dict())
+        adam = torch.optim.Adam(model.parameters())
+        adam.load_state_dict(state[1] if state else adam.state_dict())
+        if how == "train":
+            TrainingRanks(rank, size).wrap(model)
+        else:
+            model[0] = DistributedDataParallel(model[0], find_unused_parameters=how == "flag")
+        for at in range(step, 6):
+            inputs = torch.from_numpy(np.random.default_rng((at, rank)).normal(size=(32, 40)).astype(np.float32))
+            model(inputs).square().mean().backward()
+            adam.step()
+            adam.zero_grad()
+            if at == 3 and not state:
+                saved[:] = copy.deepcopy([model[0].module.state_dict(prefix="0."), adam.state_dict()])
+        return model
+
+    saved: list[Any] = []
+    whole, resumed = dense_of(0, None), dense_of(4, saved)
+    return all(map(torch.equal, whole.parameters(), resumed.parameters()))
 
 
 def train_steps(rank: int, size: int, plan: Any, heat: Any, ranks: int, how: str) -> Any:

@@ -89,6 +89,18 @@ def test_the_weight_of_a_sharded_embedding_is_trained_as_in_one_process(on_ranks
         assert np.array_equal(found, rows)
 
 
+def test_torchs_distributed_checkpoint_saves_and_loads_a_sharded_model(on_ranks, tmp_path):
+    plan, heat = plain_plan(1, 2, TIERS)
+    for (saved, loaded), refused in on_ranks("plain_ranks.checkpoint_by_torch", 2, plan, heat, str(tmp_path / "saved")):
+        assert saved["clocks"] == loaded["clocks"] and all(np.array_equal(saved[name], loaded[name]) for name in ROWS)
+        assert "7 ranks" in refused[0] and refused[1] == "ignored_params"
+
+
+@pytest.mark.parametrize("how", ["train", "flag"])
+def test_a_dense_part_in_ddp_resumes_with_the_same_bits(on_ranks, how):
+    assert on_ranks("plain_ranks.resume_with_ddp", 4, how) == [True] * 4
+
+
 @pytest.mark.parametrize("how", ["each", "accumulated", "clipped", "scaled"])
 @pytest.mark.parametrize("nodes, gpus", [(1, 3), (2, 2)])
 def test_rows_updated_by_step_equal_those_of_one_process(on_ranks, nodes, gpus, how):
