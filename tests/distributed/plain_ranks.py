@@ -95,6 +95,23 @@ def train_plain(rank: int, size: int, plan: Any, heat: Any, ranks: int, steps: i
     return outs, state_of(model)
 
 
+def train_cached(rank: int, size: int, plan: Any, heat: Any, update: str, ahead: bool) -> Any:
+    """Train with cached rows; all rows."""
+    model = PlainModel(update, cache=0.2)
+    tc.shard_(model, plan, heat, check_every=2)
+    rows = tc.fused_optimizer(model)
+    for step in range(12):
+        if ahead:
+            following = parts_of(step + 1, sizes_at(step + 1, size))[rank]
+            model.bags.prefetch(following["ids"], following["offsets"], following["weights"])
+        out = model(parts_of(step, sizes_at(step, size))[rank])
+        loss_of(out, step, 0).backward()
+        rows.step()
+        rows.zero_grad()
+    assert not ahead or model.bags.state.meter.prefetched >= 10
+    return state_of(model)
+
+
 def train_root(rank: int, size: int, plan: Any, heat: Any, kind: str) -> Any:
     """A collection or a bag that is the model itself; its class, and all rows."""
     torch.manual_seed(11)

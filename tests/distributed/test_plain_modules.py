@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import plan_of, table_plan
+from cases import plan_of, table_plan, with_slots
 from plain_ranks import ROWS, train_plain, train_root, train_steps, train_tied
 
 import thermocline as tc
@@ -94,6 +94,16 @@ def test_torchs_distributed_checkpoint_saves_and_loads_a_sharded_model(on_ranks,
     for (saved, loaded), refused in on_ranks("plain_ranks.checkpoint_by_torch", 2, plan, heat, str(tmp_path / "saved")):
         assert saved["clocks"] == loaded["clocks"] and all(np.array_equal(saved[name], loaded[name]) for name in ROWS)
         assert "7 ranks" in refused[0] and refused[1] == "ignored_params"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_update_by_step_caches_and_prefetches_as_one_in_backward(on_ranks, ahead):
+    plan, heat = plain_plan(2, 2, TIERS)
+    tables = [with_slots(table, dict.fromkeys((1, 2, 3), (2, 0))) for table in plan.tables]
+    plan = plan.model_copy(update={"tables": tuple(tables)})
+    found = [on_ranks("plain_ranks.train_cached", 4, plan, heat, *how) for how in (("backward", False), ("step", ahead))]
+    for one, other in zip(*found, strict=True):
+        assert one["clocks"] == other["clocks"] and all(np.array_equal(one[name], other[name]) for name in ROWS)
 
 
 @pytest.mark.parametrize("how", ["train", "flag"])

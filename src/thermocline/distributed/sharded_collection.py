@@ -61,6 +61,7 @@ class ShardedCollection(RowsModule):
         sharding.collections["tables"](batch)["user"]  # [batch, dim]
     """
 
+    name: str
     mode: str
     tables: tuple[Table, ...]
     features: tuple[str, ...]

@@ -33,7 +33,8 @@ class ShardedTable(ShardedCollection):
     @property
     def weight(self) -> Tensor:
         """A read-only copy of all rows, whose gradient updates them. Collective."""
-        return self._copy_rows().to(self.dtype).as_subclass(ReadOnlyWeight)
+        copied: Tensor = self._copy_rows().to(self.dtype)
+        return copied.as_subclass(ReadOnlyWeight)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _copy_rows(self) -> Tensor:
