@@ -112,6 +112,34 @@ def train_cached(rank: int, size: int, plan: Any, heat: Any, update: str, ahead:
     return state_of(model)
 
 
+def reload_plain(rank: int, size: int, plan: Any, heat: Any, loaded: str, saved: str) -> Any:
+    """Load what one process saved, train, save for one process; all rows."""
+    model = PlainModel()
+    tc.shard_(model, plan, heat, reduce="sum")
+    tc.load_into(model, loaded)
+    model(parts_of(9, [3] * size)[rank]).sum().backward()
+    tc.save(model, saved)
+    return state_of(model)
+
+
+def train_with_fsdp(rank: int, size: int, plan: Any, heat: Any, ranks: int) -> Any:
+    """The dense part in FSDP2, and the whole model without the placeholders; all rows, and the dense part."""
+    model = nn.Sequential(PlainModel(optimizer=tc.SGD(lr=0.125), precision="fp32"), nn.Linear(26, 4))
+    if plan is not None:
+        tc.shard_(model[0], plan, heat)
+        fully_shard(model[1])
+        fully_shard(model, ignored_params={each for name, each in model.named_parameters() if name.endswith("placeholder")})
+    adam = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    for step in range(4):
+        parts = parts_of(step, [4] * ranks)
+        out = model(parts[rank] if size > 1 else joined_parts(parts))
+        out.square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+    weight: Any = model[1].weight
+    return state_of(model[0]), (weight.full_tensor() if plan is not None else weight).detach().numpy()
+
+
 def train_root(rank: int, size: int, plan: Any, heat: Any, kind: str) -> Any:
     """A collection or a bag that is the model itself; its class, and all rows."""
     torch.manual_seed(11)

@@ -104,6 +104,10 @@ class Sharding:
             BadInput: the plan does not fit the job, or another rank failed.
         """
         self.wait_for_exchange()
+        if any(each.placeholder.pending is not None for each in self.collections.values()):
+            raise BadInput(
+                "gradients wait for fused_optimizer.step(); migrate after it, or after zero_grad()", parameter="step"
+            )
         reduce = next(iter(self.collections.values())).trained.reduce
         plan, heat = _read_inputs(plan, heat, self.collections, reduce)
         here, there = self.plan.topology, plan.topology

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thermocline.ids.idmap import IdMap
 from thermocline.nn.backward_pass import trained_weight
 from thermocline.nn.embedding import Embedding, EmbeddingBag, flat_weights, read_bags, read_ids, without_padding
 from thermocline.nn.inputs import JaggedIds, check_integers, read_features
@@ -27,6 +28,7 @@ class ShardedTable(ShardedCollection):
     """Base of the two modules. `shard_` turns a plain module into one in place, so that it keeps its attributes."""
 
     plain: ClassVar[Any]  # the class of the module before `shard_`
+    ids: IdMap
     num_embeddings: int
     embedding_dim: int
 
