@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import thermocline as tc
+from thermocline.train.ranks import TrainingRanks
 
 ROWS = {"bags": (97, 8), "words": (61, 8), "shared": (23, 5)}
 
@@ -89,6 +95,51 @@ def train_plain(rank: int, size: int, plan: Any, heat: Any, ranks: int, steps: i
     return outs, state_of(model)
 
 
+def train_cached(rank: int, size: int, plan: Any, heat: Any, update: str, ahead: bool) -> Any:
+    """Train with cached rows; all rows."""
+    model = PlainModel(update, cache=0.2)
+    tc.shard_(model, plan, heat, check_every=2)
+    rows = tc.fused_optimizer(model)
+    for step in range(12):
+        if ahead:
+            following = parts_of(step + 1, sizes_at(step + 1, size))[rank]
+            model.bags.prefetch(following["ids"], following["offsets"], following["weights"])
+        out = model(parts_of(step, sizes_at(step, size))[rank])
+        loss_of(out, step, 0).backward()
+        rows.step()
+        rows.zero_grad()
+    assert not ahead or model.bags.state.meter.prefetched >= 10
+    return state_of(model)
+
+
+def reload_plain(rank: int, size: int, plan: Any, heat: Any, loaded: str, saved: str) -> Any:
+    """Load what one process saved, train, save for one process; all rows."""
+    model = PlainModel()
+    tc.shard_(model, plan, heat, reduce="sum")
+    tc.load_into(model, loaded)
+    model(parts_of(9, [3] * size)[rank]).sum().backward()
+    tc.save(model, saved)
+    return state_of(model)
+
+
+def train_with_fsdp(rank: int, size: int, plan: Any, heat: Any, ranks: int) -> Any:
+    """The dense part in FSDP2, and the whole model without the placeholders; all rows, and the dense part."""
+    model = nn.Sequential(PlainModel(optimizer=tc.SGD(lr=0.125), precision="fp32"), nn.Linear(26, 4))
+    if plan is not None:
+        tc.shard_(model[0], plan, heat)
+        fully_shard(model[1])
+        fully_shard(model, ignored_params={each for name, each in model.named_parameters() if name.endswith("placeholder")})
+    adam = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    for step in range(4):
+        parts = parts_of(step, [4] * ranks)
+        out = model(parts[rank] if size > 1 else joined_parts(parts))
+        out.square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+    weight: Any = model[1].weight
+    return state_of(model[0]), (weight.full_tensor() if plan is not None else weight).detach().numpy()
+
+
 def train_root(rank: int, size: int, plan: Any, heat: Any, kind: str) -> Any:
     """A collection or a bag that is the model itself; its class, and all rows."""
     torch.manual_seed(11)
@@ -122,6 +173,64 @@ def train_tied(rank: int, size: int, plan: Any, heat: Any, optimizer: Any) -> An
         (words(mine).sum() + (words.weight * signs[:, None]).sum() * (2.0 / size)).backward()
     assert sharding is None or int(sharding.heat().tables["words id"].lookups) == 6 * 12
     return words.weight.detach().numpy().copy()
+
+
+def checkpoint_by_torch(rank: int, size: int, plan: Any, heat: Any, folder: str) -> Any:
+    """Save after some steps with torch.distributed.checkpoint, load into a new model; the rows and clocks of both."""
+    models, optimizers = [], []
+    for steps in (3, 1):
+        model = PlainModel()
+        tc.shard_(model, plan, heat)
+        rows = tc.fused_optimizer(model)
+        for step in range(steps):
+            loss_of(model(parts_of(step, [3] * size)[rank]), step, 0).backward()
+            rows.step()
+        rows.param_groups[0]["lr"] = 0.5 / steps
+        models.append(model)
+        optimizers.append(rows)
+    saved = get_state_dict(models[0], optimizers[0])
+    dcp.save({"model": saved[0], "rows": saved[1]}, checkpoint_id=folder)
+    model, rows = get_state_dict(models[1], optimizers[1])
+    dcp.load({"model": model, "rows": rows}, checkpoint_id=folder)
+    set_state_dict(models[1], optimizers[1], model_state_dict=model, optim_state_dict=rows)
+    assert optimizers[1].param_groups[0]["lr"] == 0.5 / 3
+    refused = []
+    try:
+        models[1].load_state_dict({key.replace(f"of{size}", "of7"): value for key, value in saved[0].items()})
+    except RuntimeError as error:
+        refused.append(str(error))
+    try:
+        fully_shard(models[1])
+    except tc.BadInput as error:
+        refused.append(error.parameter)
+    return [state_of(model) for model in models], refused
+
+
+def resume_with_ddp(rank: int, size: int, how: str) -> bool:
+    """Whether a dense part in DDP that goes on from a copy has the bits of one that was not interrupted."""
+
+    def dense_of(step: int, state: Any) -> nn.Module:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)))
+        model.load_state_dict(state[0] if state else model.state_dict())
+        adam = torch.optim.Adam(model.parameters())
+        adam.load_state_dict(state[1] if state else adam.state_dict())
+        if how == "train":
+            TrainingRanks(rank, size).wrap(model)
+        else:
+            model[0] = DistributedDataParallel(model[0], find_unused_parameters=how == "flag")
+        for at in range(step, 6):
+            inputs = torch.from_numpy(np.random.default_rng((at, rank)).normal(size=(32, 40)).astype(np.float32))
+            model(inputs).square().mean().backward()
+            adam.step()
+            adam.zero_grad()
+            if at == 3 and not state:
+                saved[:] = copy.deepcopy([model[0].module.state_dict(prefix="0."), adam.state_dict()])
+        return model
+
+    saved: list[Any] = []
+    whole, resumed = dense_of(0, None), dense_of(4, saved)
+    return all(map(torch.equal, whole.parameters(), resumed.parameters()))
 
 
 def train_steps(rank: int, size: int, plan: Any, heat: Any, ranks: int, how: str) -> Any:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import plan_of, table_plan
-from plain_ranks import ROWS, train_plain, train_root, train_steps, train_tied
+from cases import plan_of, table_plan, with_slots
+from plain_ranks import (
+    ROWS,
+    PlainModel,
+    joined_parts,
+    parts_of,
+    state_of,
+    train_plain,
+    train_root,
+    train_steps,
+    train_tied,
+    train_with_fsdp,
+)  # fmt: skip
 
 import thermocline as tc
+from thermocline.checkpoint import Checkpoint
 
 TIERS = {"bags": (13, 30), "words": (61, 0), "shared": (0, 0)}
 THIRD = dict.fromkeys(ROWS, (0, 0))
@@ -87,6 +99,51 @@ def test_the_weight_of_a_sharded_embedding_is_trained_as_in_one_process(on_ranks
     rows = train_tied(0, 1, None, None, optimizer)
     for found in on_ranks("plain_ranks.train_tied", ranks, plan, heat, optimizer):
         assert np.array_equal(found, rows)
+
+
+def test_torchs_distributed_checkpoint_saves_and_loads_a_sharded_model(on_ranks, tmp_path):
+    plan, heat = plain_plan(1, 2, TIERS)
+    for (saved, loaded), refused in on_ranks("plain_ranks.checkpoint_by_torch", 2, plan, heat, str(tmp_path / "saved")):
+        assert saved["clocks"] == loaded["clocks"] and all(np.array_equal(saved[name], loaded[name]) for name in ROWS)
+        assert "7 ranks" in refused[0] and refused[1] == "ignored_params"
+
+
+def test_checkpoints_move_plain_modules_between_ranks_and_one_process(on_ranks, tmp_path):
+    plan, heat = plain_plan(1, 2, TIERS)
+    model = PlainModel()
+    model(parts_of(0, [5])[0]).sum().backward()
+    tc.save(model, tmp_path / "one")
+    found = on_ranks("plain_ranks.reload_plain", 2, plan, heat, str(tmp_path / "one"), str(tmp_path / "two"))
+    model(joined_parts(parts_of(9, [3, 3]))).sum().backward()
+    kinds = [[module.kind for module in Checkpoint.open(tmp_path / name).manifest.modules] for name in ("one", "two")]
+    assert kinds == [["EmbeddingBag", "Embedding", "EmbeddingBag"]] * 2
+    trained = state_of(model)
+    tc.load_into(model, tmp_path / "two")
+    for rows in [trained, *found]:
+        assert all(np.array_equal(state_of(model)[name], rows[name]) for name in ROWS)
+
+
+def test_fsdp_around_the_dense_part_trains_as_one_process(on_ranks):
+    plan, heat = plain_plan(1, 2, TIERS, "fp32")
+    rows, weight = train_with_fsdp(0, 1, None, None, 2)
+    for theirs, own in on_ranks("plain_ranks.train_with_fsdp", 2, plan, heat, 2):
+        assert np.allclose(own, weight, atol=1e-6)
+        assert all(np.allclose(theirs[name], rows[name], atol=1e-6) for name in ROWS)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_update_by_step_caches_and_prefetches_as_one_in_backward(on_ranks, ahead):
+    plan, heat = plain_plan(2, 2, TIERS)
+    tables = [with_slots(table, dict.fromkeys((1, 2, 3), (2, 0))) for table in plan.tables]
+    plan = plan.model_copy(update={"tables": tuple(tables)})
+    found = [on_ranks("plain_ranks.train_cached", 4, plan, heat, *how) for how in (("backward", False), ("step", ahead))]
+    for one, other in zip(*found, strict=True):
+        assert one["clocks"] == other["clocks"] and all(np.array_equal(one[name], other[name]) for name in ROWS)
+
+
+@pytest.mark.parametrize("how", ["train", "flag"])
+def test_a_dense_part_in_ddp_resumes_with_the_same_bits(on_ranks, how):
+    assert on_ranks("plain_ranks.resume_with_ddp", 4, how) == [True] * 4
 
 
 @pytest.mark.parametrize("how", ["each", "accumulated", "clipped", "scaled"])

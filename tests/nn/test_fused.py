@@ -333,7 +333,7 @@ def test_the_state_of_an_optimizer_is_its_groups():
     first, second = bag(optimizer=tc.Adam(lr=0.1)), bag(optimizer=tc.Adam(lr=0.1))
     first.fused_optimizer.param_groups[0].update(lr=0.5, betas=(0.5, 0.6), weight_decay=0.01)
     saved = first.fused_optimizer.state_dict()
-    assert saved["state"] == {}
+    assert saved["state"] == {0: {}}
     second.fused_optimizer.load_state_dict(saved)
     assert torch.equal(second.trainer.hyper, first.trainer.hyper)
     assert second.fused_optimizer.param_groups[0]["params"][0] is second.placeholder

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import thermocline as tc
 from support import has, mentions, module_arguments
@@ -346,3 +347,25 @@ def test_rows_that_would_diverge_between_ranks_are_refused(tmp_path: Path):
     script = Path(__file__).with_name("ddp_rank.py")
     ranks = [subprocess.Popen([sys.executable, script, str(rank), tmp_path]) for rank in range(2)]
     assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
+
+
+def test_torchs_get_and_set_state_dict_take_converted_models():
+    def trained(seed, steps):
+        torch.manual_seed(seed)
+        model = nn.Sequential(tc.EmbeddingBag(31, 6, rows=tc.RowConfig("int8", cache=0.2)), nn.Linear(6, 2))
+        optimizers = [tc.fused_optimizer(model), torch.optim.Adam(model[1].parameters())]
+        for _ in range(steps):
+            model(torch.randint(0, 31, (4, 3))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return model, optimizers
+
+    model, optimizers = trained(0, 3)
+    optimizers[0].param_groups[0]["lr"] = 0.5
+    saved, state = get_state_dict(model, optimizers)
+    assert set(saved) == set(model.state_dict()) and "0.codes" in saved
+    other, theirs = trained(1, 1)
+    set_state_dict(other, theirs, model_state_dict=saved, optim_state_dict=state)
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+    assert theirs[0].param_groups[0]["lr"] == 0.5
+    assert torch.equal(theirs[1].state[other[1].weight]["exp_avg"], optimizers[1].state[model[1].weight]["exp_avg"])

@@ -1,4 +1,4 @@
-"""`shard_` replaces every collection of a model by this rank's shard of it, as a plan says; `Sharding` is its result.
+"""`shard_` turns every module of rows of a model into this rank's shard of it, as a plan says; `Sharding` is its result.
 
     torchrun --nproc-per-node 4 train.py
 
@@ -53,7 +53,7 @@ class Sharding:
     Attributes:
         plan: the plan of the tables.
         groups: the process groups that exchange rows.
-        collections: the sharded collections, by module name.
+        collections: the sharded modules, by module name.
 
     Example::
 
@@ -105,6 +105,10 @@ class Sharding:
             BadInput: the plan does not fit the job, or another rank failed.
         """
         self.wait_for_exchange()
+        if any(each.placeholder.pending is not None for each in self.collections.values()):
+            raise BadInput(
+                "gradients wait for fused_optimizer.step(); migrate after it, or after zero_grad()", parameter="step"
+            )
         reduce = next(iter(self.collections.values())).trained.reduce
         plan, heat = _read_inputs(plan, heat, self.collections, reduce)
         here, there = self.plan.topology, plan.topology
@@ -210,20 +214,21 @@ def shard_(
     count_every: int = 16,
     device: torch.device | str | None = None,
 ) -> Sharding:
-    """Replace every `EmbeddingCollection` of a model by this rank's shard of it. Collective.
+    """Turn every `EmbeddingCollection`, `EmbeddingBag` and `Embedding` of a model into this rank's shard of it. Collective.
 
-    Rows come from the model, which must be the same on every rank: seed it before it is built. A collection on the device
-    "meta" gets fresh rows, so that no rank ever holds the whole collection. Make a `fused_optimizer` afterwards.
+    Rows come from the model, which must be the same on every rank: seed it before it is built. A module on the device
+    "meta" gets fresh rows, so that no rank ever holds the whole table. Make a `fused_optimizer` afterwards. Modules change in
+    place; the table of a plain module has the name of the module in the plan.
 
     Args:
-        model: contains the collections.
+        model: contains the modules, or is one.
         plan: a plan or its path; its number of ranks must be that of the job. All ranks use the plan of rank 0: other ranks
             give None, or the same plan.
         heat: the heat profile of the plan, which says which rows are hot; that of rank 0, as the plan.
         reduce: "mean" averages gradients over ranks, as DDP does for the dense part; "sum" adds them.
         check_every: steps between comparisons of replicas; 0 for never.
         count_every: training steps between counted batches, for `Sharding.heat` and `replan`; 0 for never.
-        device: of collections on "meta"; by default that of the rest of the model, or under NCCL the current GPU.
+        device: of modules on "meta"; by default that of the rest of the model, or under NCCL the current GPU.
 
     Returns:
         The sharding, with traffic meters, memory and `migrate`.

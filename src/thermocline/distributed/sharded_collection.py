@@ -61,6 +61,7 @@ class ShardedCollection(RowsModule):
         sharding.collections["tables"](batch)["user"]  # [batch, dim]
     """
 
+    name: str
     mode: str
     tables: tuple[Table, ...]
     features: tuple[str, ...]
@@ -378,3 +379,13 @@ class ShardedCollection(RowsModule):
         self.invalidate_prefetched()  # load_state_dict writes to them
         own = f"@{self.groups.rank}of{self.groups.size}" if self.groups.size > 1 else ""
         return {name + ("" if name in ("hyper", "clock") else own): array for name, array in super()._arrays().items()}
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        saved = [key.rpartition("of")[2] for key in state_dict if key.startswith(f"{prefix}codes@")] or ["1"]
+        if f"{prefix}codes" in state_dict or saved[0] != str(self.groups.size):
+            rest[-1].append(
+                f"{prefix}codes: the saved rows are those of {saved[0]} ranks, this job has {self.groups.size}; a state_dict "
+                "keeps both: thermocline.save and load_into change them"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *rest)

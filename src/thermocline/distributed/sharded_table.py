@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.ids.idmap import IdMap
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.ops import without_padding
 from thermocline.nn.backward_pass import trained_weight
@@ -30,13 +31,15 @@ class ShardedTable(ShardedCollection):
     """Base of the two modules. `shard_` turns a plain module into one in place, so that it keeps its attributes."""
 
     plain: ClassVar[Any]  # the class of the module before `shard_`
+    ids: IdMap
     num_embeddings: int
     embedding_dim: int
 
     @property
     def weight(self) -> Tensor:
         """A read-only copy of all rows, whose gradient updates them. Collective."""
-        return self._copy_rows().to(self.dtype).as_subclass(ReadOnlyWeight)
+        copied: Tensor = self._copy_rows().to(self.dtype)
+        return copied.as_subclass(ReadOnlyWeight)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _copy_rows(self) -> Tensor:

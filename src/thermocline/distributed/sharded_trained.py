@@ -47,6 +47,7 @@ class ShardedTrained(Trained):
         if self.placeholder.update == "step":
             self.pipeline.wait(self.state.meter)
             sums = self._sum(reductions)
+            sums = sums.at(sums.rows_V.argsort())
             seen_N = sums.rows_V[:0] if sums.lookups_V is None else torch.repeat_interleave(sums.rows_V, sums.lookups_V)
             self.placeholder.accumulate(PendingGradients(sums.rows_V, sums.grads_VW, seen_N, ranks=self))
             self._exchanges += exchanges

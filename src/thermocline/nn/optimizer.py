@@ -186,6 +186,7 @@ class FusedOptimizer(Optimizer):
             raise BadInput(message, parameter="param_group")
         for placeholder in param_group["params"]:
             placeholder.has_fused_optimizer = True
+            self.state[placeholder] = {}  # set_optimizer_state_dict of torch wants an entry for every parameter
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -194,6 +194,8 @@ class PlaceholderParameter(nn.Parameter):
             self.end_step(stepped=False)
             self._warn_if_skipped()
             self.pending = None
+        elif self.pending is None and grads_UW.shape == self.shape and not grads_UW.any():
+            return  # torch's get_optimizer_state_dict steps with zeros, so that an optimizer makes its state
         elif self.pending is None or grads_UW.shape != self.pending.grads_UW.shape:
             needed = None if self.pending is None else tuple(self.pending.grads_UW.shape)
             message = f"the gradient of rows is {tuple(grads_UW.shape)}; change it in place ({needed}), or set it to None"

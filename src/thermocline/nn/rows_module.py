@@ -24,6 +24,7 @@ Otherwise a backward through its output changes no row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -333,11 +334,19 @@ class RowsModule(nn.Module):
         return arena_text(self.arena)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name, tensor in self._arrays().items():
-            destination[prefix + name] = tensor.detach()
-        destination[prefix + "tables"] = self._text()
-        if (maps := maps_as_text(self.maps)) is not None:
-            destination[prefix + "ids"] = maps
+        for name, tensor in vars(self._state).items():
+            destination[prefix + name] = tensor
+
+    @property
+    def _state(self) -> SimpleNamespace:
+        """The tensors of `state_dict` as attributes."""
+        maps = maps_as_text(self.maps)
+        texts = {"tables": self._text()} | ({} if maps is None else {"ids": maps})
+        return SimpleNamespace(**{name: tensor.detach() for name, tensor in self._arrays().items()}, **texts)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Where torch.distributed.checkpoint.state_dict, which takes keys for attributes, finds those of `state_dict`."""
+        return dict.fromkeys(vars(self._state), "_state")
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,

@@ -70,12 +70,19 @@ class TrainingRanks:
         return self.sharding.collections[""]
 
     def wrap(self, model: nn.Module) -> None:
-        """Wrap every dense child of a model in DistributedDataParallel."""
+        """Wrap every dense child of a model in DistributedDataParallel.
+
+        DDP sums gradients by bucket, and after its first step it puts parameters into other buckets, which changes the order of
+        sums: a resumed job would differ from one that was not interrupted. Here buckets are final before the first step.
+        """
         if self.size == 1:
             return
         for name, child in list(model.named_children()):
             if any(True for _ in child.parameters()) and not any(isinstance(part, RowsModule) for part in child.modules()):
-                setattr(model, name, DistributedDataParallel(child))
+                wrapped = DistributedDataParallel(child)
+                wrapped.reducer._push_all_rebuilt_params()
+                wrapped.reducer._rebuild_buckets()
+                setattr(model, name, wrapped)
 
     def add(self, *numbers: float) -> list[float]:
         """Sums over all ranks, which call this together."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from thermocline import formats as F
 from thermocline.distributed.sharded_collection import ShardedCollection
+from thermocline.distributed.sharded_table import ShardedTable
 from thermocline.errors import BadInput, FormatError
 from thermocline.ids.idmap import IdMap
 from thermocline.nn.collection import EmbeddingCollection, Table
@@ -67,9 +68,9 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
 
 
 def _tables(name: str, module: RowsModule) -> Sequence[Table]:
-    if isinstance(module, (EmbeddingCollection, ShardedCollection)):
+    if not isinstance(module, (EmbeddingBag, Embedding, ShardedTable)):
+        assert isinstance(module, (EmbeddingCollection, ShardedCollection))
         return module.tables
-    assert isinstance(module, (EmbeddingBag, Embedding))
     return [Table(name or "table", module.num_embeddings, module.embedding_dim, ids=module.ids)]
 
 
@@ -86,7 +87,7 @@ def module_entry(found: NamedModule) -> ModuleEntry:
     module, rows = found.module, found.module.rows
     settings = {field: getattr(rows, field) for field in _ROW_FIELDS if field not in _LATER or getattr(rows, field)}
     settings |= {"precision": _plain(rows.precision), "dtype": str(module.dtype)[6:]}
-    if isinstance(module, (EmbeddingCollection, ShardedCollection)):
+    if isinstance(module, (EmbeddingCollection, ShardedCollection)) and not isinstance(module, ShardedTable):
         own: Sequence[Table | TableEntry] = found.tables if isinstance(module, ShardedCollection) else module.tables
         settings["mode"] = module.mode
         settings["tables"] = [
@@ -95,10 +96,9 @@ def module_entry(found: NamedModule) -> ModuleEntry:
         ]
         kind = "EmbeddingCollection"
     else:
-        assert isinstance(module, (EmbeddingBag, Embedding))
-        kind = type(module).__name__
+        kind = (module.plain if isinstance(module, ShardedTable) else type(module)).__name__
         fields = ["num_embeddings", "embedding_dim", "padding_idx"]
-        fields += ["mode", "include_last_offset"] if isinstance(module, EmbeddingBag) else []
+        fields += ["mode", "include_last_offset"] if kind == "EmbeddingBag" else []
         settings |= {field: getattr(module, field) for field in fields}
     pools = module.arena.pools
     if isinstance(module, ShardedCollection):
