@@ -65,6 +65,7 @@ def train(name: str, settings: dict[str, Any], seed: int, convert: Convert) -> T
         tempfile.TemporaryDirectory() as folder,
         patch.object(torch, "load", load),
         patch.object(sys, "argv", sys.argv[:1]),  # RecBole reads settings from it
+        patch("recbole.trainer.trainer.get_tensorboard"),  # it writes to the working folder
         patch.object(scipy.sparse.dok_matrix, "_update", lambda self, entries: self._dict.update(entries), create=True),
     ):
         folders = {"checkpoint_dir": folder, "data_path": str(dataset_folder())}

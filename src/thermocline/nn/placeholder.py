@@ -214,8 +214,8 @@ class PlaceholderParameter(nn.Parameter):
 def _warn_of_norms(gradient: Tensor) -> None:
     """A hook on the gradient of a placeholder, which a loss has only if it computes with `parameters()`."""
     warnings.warn(
-        "the loss computes with the placeholder parameter of a table, which is zero: a norm over model.parameters() leaves rows "
-        "out. Use weight_decay of thermocline.Adam, or add the norm of module.weight", stacklevel=2,
+        "the loss computes with the placeholder parameter of a table, which is zero: a norm over model.parameters() leaves "
+        "rows out. Use weight_decay of thermocline.Adam, or add the norm of module.weight", stacklevel=2,
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def train(seed, convert, frozen=False):
 
 def rows_of(monkeypatch, **changes):
     case = ZooCase("tiny", "of/ours", "-loss", tc.Adagrad(lr=0.1), lambda *given: train(*given, **changes))
-    monkeypatch.setattr(benchmark, "cases", lambda filter: [case])
+    monkeypatch.setattr(benchmark, "cases", lambda *_: [case])
     record = benchmark.run(seeds=3)
     assert benchmark.table(record).row_count == 1
     return record["rows"]
@@ -51,6 +51,12 @@ def test_a_model_that_learns_the_same_is_equal_and_within_seeds(monkeypatch):
 def test_a_model_whose_rows_stay_as_they_are_is_found(monkeypatch):
     fp32, int8 = rows_of(monkeypatch, frozen=True)
     assert fp32["verdict"] != benchmark.EQUAL and int8["verdict"] != benchmark.WITHIN
+
+
+def test_missing_libraries_are_noted(monkeypatch):
+    monkeypatch.setattr(benchmark, "FILES", ("case_of_no_library",))
+    record = benchmark.run()
+    assert len(record["notes"]) == 1 and not record["rows"]
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("zoo_*.json")), ids=lambda file: file.stem)
