@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: demo test docs dist clean
+.PHONY: demo test zoo docs dist clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo $(if $(DEMO_DATA),--data "$(DEMO_DATA)")
@@ -18,6 +18,11 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 	$(BIN)/pytest tests --numprocesses auto --maxprocesses 4 --dist loadfile
+
+# Models of other libraries, converted and not (docs/zoo.md). ZOO_PYTHON is the Python of an environment with these libraries.
+ZOO_PYTHON ?= .venv-interop/bin/python
+zoo:
+	$(ZOO_PYTHON) -W ignore -m benchmarks zoo --json zoo.json
 
 # The documentation as a site, in site/index.html.
 docs: $(READY)

@@ -9,6 +9,7 @@
     levers/      fewer rows against all rows, paired by seed
     quality/     int8 rows, bf16 gradients and tiers on two ranks, paired by seed
     plan/        planning time, plan balance, heat profiles
+    zoo/         models of other libraries, converted against unconverted, paired by seed
     exchange/    sharded training over shaped network links
     checkpoint/  save, load and crash recovery
     serve/       the server against other servers

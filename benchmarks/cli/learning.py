@@ -117,3 +117,23 @@ def quality(
 
     plan, kept = bench.QualityPlan(seeds, filter, quick), paired.runs_file(json)
     measure(json, quiet, lambda progress: bench.run(plan, kept, progress), bench.table)
+
+
+@app.command(epilog="Example:  python -m benchmarks zoo --json zoo.json")
+def zoo(
+    seeds: Seeds = 5,
+    filter: Annotated[str, typer.Option("--filter", help="Only models whose name contains this.")] = "",
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train models of other libraries, converted and unconverted, paired by seed. CPU only.
+
+    Their libraries must be installed (docs/zoo.md). With --json, finished runs are kept beside FILE: after Ctrl-C the same
+    command continues.
+    """
+    from benchmarks.runner import paired
+    from benchmarks.zoo import benchmark as bench
+
+    kept = paired.runs_file(json)
+    measure(json, quiet, lambda progress: bench.run(filter, seeds, kept, progress), bench.table)

@@ -263,6 +263,29 @@ def test_lists_and_optimizers_that_hold_the_old_weight_are_warned_of():
     assert len(item) == 2 and "by_name" in item[0] and "Adam" in item[1]
 
 
+class Aliased(nn.Module):
+    """Keeps views of weights, and a weight that shares its memory with another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item, self.tied = (nn.Embedding(900, 16) for _ in range(3))
+        self.first = self.user.weight[1:20]
+        self.register_buffer("columns", self.item.weight.detach().T)
+        self.out = nn.Linear(16, 900, bias=False)
+        self.out.weight.data = self.tied.weight.data
+        self.adjacency, self.lazy = torch.eye(3, device="cpu").to_sparse(), nn.LazyLinear(3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_views_of_an_old_weight_are_warned_of_and_shared_memory_counts_as_tied(device):
+    with torch.device(device):
+        new = Aliased()
+    user, item, tied = tc.convert_(new).tables
+    assert len(user.warnings) == 1 and "first" in user.warnings[0]
+    assert len(item.warnings) == 1 and "columns" in item.warnings[0]
+    assert "tied" in tied.skipped and type(new.tied) is nn.Embedding and not tied.warnings
+
+
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
 def test_revert_gives_torchs_modules_back_with_the_rows_of_now(precision):
     new, ids_B = model(), torch.tensor([0, 2, 8, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -216,3 +217,13 @@ def test_a_compiled_model_learns_through_weight():
         loss.backward()
         (hidden @ eager.items.weight.T).logsumexp(1).sum().backward()
     torch.testing.assert_close(ours.items.weight, eager.items.weight)
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_a_norm_over_parameters_warns_that_it_leaves_rows_out(update):
+    model = nn.Sequential(tc.Embedding(9, 4, rows=tc.RowConfig("fp32", update=update)), nn.Linear(4, 1))
+    with pytest.warns(UserWarning, match="weight_decay"):
+        (model(torch.tensor([1, 2])).sum() + sum(p.square().sum() for p in model.parameters())).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (model(torch.tensor([1, 2])).sum() + copy.deepcopy(model)[0].weight.square().sum()).backward()

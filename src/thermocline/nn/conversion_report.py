@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -87,30 +88,37 @@ class ConversionReport:
         return "\n".join(["  ".join(cells).rstrip() for cells in padded] + warnings)
 
 
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Keys of the memory of a tensor, which its views share, and of where it begins there; also on the meta device."""
+    if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
+        return id(tensor), 0
+    return int(tensor.untyped_storage()._cdata), tensor.storage_offset()
+
+
 def other_holders(model: nn.Module) -> dict[int, list[str]]:
-    """Who holds a parameter beside its module, by its id: lists and dicts that are attributes of modules, and optimizers."""
+    """Who holds a weight or a view of it beside its module, by memory: attributes and buffers of modules, and optimizers."""
     found: dict[int, list[str]] = defaultdict(list)
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in _OF_TORCH:
-                for key in {id(parameter) for parameter in _parameters_in(value, _DEPTH)}:
-                    found[key].append(f"{path}.{name}".lstrip("."))
+        kept = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        for name, value in {**kept, **module._buffers}.items():
+            for key in {memory_of(tensor)[0] for tensor in _tensors_in(value, _DEPTH)}:
+                found[key].append(f"{path}.{name}".lstrip("."))
     for thing in gc.get_objects():
         if issubclass(type(thing), Optimizer):  # isinstance would wake up lazy proxies
             for group in getattr(thing, "param_groups", ()):
                 for parameter in group["params"]:
-                    found[id(parameter)].append(f"an optimizer ({type(thing).__name__})")
+                    found[memory_of(parameter)[0]].append(f"an optimizer ({type(thing).__name__})")
     return found
 
 
-def _parameters_in(value: Any, depth: int) -> Iterator[Tensor]:
-    if isinstance(value, nn.Parameter):
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (nn.Embedding, nn.EmbeddingBag)):
         yield value.weight
     elif isinstance(value, (list, tuple, set, Mapping)) and depth and len(value) <= _ITEMS:
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _parameters_in(item, depth - 1)
+            yield from _tensors_in(item, depth - 1)
 
 
 def table_warnings(bytes_before: int, bytes_after: int, holders: list[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from thermocline.kernels.checks import largest
 from thermocline.rows.precision import format_of
 
 from .config import AUTO, RowConfig, TableRequest, TorchArguments, check_rows, choose_tiers, read_torch_arguments
-from .conversion_report import ConversionReport, ConvertedTable, other_holders, other_tables, table_warnings
+from .conversion_report import ConversionReport, ConvertedTable, memory_of, other_holders, other_tables, table_warnings
 from .embedding import Embedding, EmbeddingBag
 from .interop.huggingface import add_methods, remove_methods
 from .rows_module import RowsModule
@@ -81,7 +81,7 @@ def convert_(
             reason = reasons[id(module)]
             config, map = configs.get(id(module)), maps.get(id(module))
             done[id(module)] = module if config is None else _replacement(name, module, config, map, torch_arguments)
-            report.append(_line(name, module, done[id(module)], reason, holders[id(module.weight)]))
+            report.append(_line(name, module, done[id(module)], reason, holders[memory_of(module.weight)[0]]))
         put_module(model, name, done[id(module)])
     add_methods(model)
     return ConversionReport((*report, *others))
@@ -121,17 +121,17 @@ def _reasons_to_skip(
     model: nn.Module, found: Found, config_of: Mapping[str, RowConfig | None], filter: Callable[[str, nn.Module], bool] | None
 ) -> dict[int, str]:
     """Why embeddings are not replaced, by the id of the module; empty for those that are."""
-    users: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    users: dict[tuple[int, int], set[tuple[int, str]]] = defaultdict(set)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            users[id(parameter)].add((id(module), name))
+            users[memory_of(parameter)].add((id(module), name))
     reasons: dict[int, str] = {}
     for name, m in found:
         if id(m) in reasons:
             continue
         known = {
             f"a subclass, {type(m).__name__}": type(m) not in (nn.EmbeddingBag, nn.Embedding),  # forward may differ
-            "its weight is used elsewhere too (tied)": len(users[id(m.weight)]) > 1,
+            "its weight is used elsewhere too (tied)": len(users[memory_of(m.weight)]) > 1,
             "max_norm": m.max_norm is not None,
             "scale_grad_by_freq": m.scale_grad_by_freq,
             f"rows of {m.embedding_dim} columns; ours have 1 to {MAX_DIM}": not 1 <= m.embedding_dim <= MAX_DIM,

@@ -158,7 +158,9 @@ class PlaceholderParameter(nn.Parameter):
     def __new__(
         cls, update: str, data: Tensor, requires_grad: bool = True, pending: PendingGradients | None = None
     ) -> PlaceholderParameter:
-        self: PlaceholderParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self: PlaceholderParameter = torch.Tensor._make_subclass(cls, data, True)
+        self.register_hook(_warn_of_norms)
+        self.requires_grad_(requires_grad)
         self.update, self.pending, self.stepped, self.last_pass = update, pending, False, -1
         self.hidden = self.has_fused_optimizer = self.skipped = False
         self.trained = None
@@ -247,6 +249,14 @@ class PlaceholderParameter(nn.Parameter):
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         return PlaceholderParameter, (self.update, self.data, self.requires_grad, self.pending)
+
+
+def _warn_of_norms(gradient: Tensor) -> None:
+    """A hook on the gradient of a placeholder, which a loss has only if it computes with `parameters()`."""
+    warnings.warn(
+        "the loss computes with the placeholder parameter of a table, which is zero: a norm over model.parameters() leaves "
+        "rows out. Use weight_decay of the table's optimizer, or add the norm of module.weight", stacklevel=2,
+    )  # fmt: skip
 
 
 def _placeholders(optimizer: Optimizer) -> Iterator[tuple[PlaceholderParameter, dict[str, Any]]]:

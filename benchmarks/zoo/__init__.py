@@ -1,0 +1,1 @@
+"""Models of other libraries, converted against unconverted, paired by seed."""
