@@ -42,7 +42,7 @@ def _check(arena: Arena, lookup: Any, mode: int, dtype: torch.dtype = torch.floa
 @pytest.mark.parametrize("mode", MODES, ids=F.MODES)
 @pytest.mark.parametrize("format", FORMATS, ids=F.NAMES)
 def test_every_precision_in_every_mode(format: int, mode: int, make_arena: Make, make_lookup: Make) -> None:
-    for dim in (1, 3, 48, 100, 128, 513):
+    for dim in (1, 3, 48, 72, 100, 127, 128, 200, 360, 513):
         arena = make_arena([(41, dim, F.NAMES[format])], seed=format)
         lookup = make_lookup(arena, 13 if mode != F.NONE else None, 4, seed=mode)
         for dtype in DTYPES:

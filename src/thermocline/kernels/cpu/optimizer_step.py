@@ -60,12 +60,14 @@ def _pair_sums(low: Vec, high: Vec) -> Vec:
 
 
 def _square_sum(blocks: int) -> Any:
-    """Tree sum of the squares of 16 * blocks numbers, in registers."""
+    """Tree sum of the squares of `left` numbers, more than half of 16 * blocks, in registers."""
 
-    @block("i64 -> f32")
-    def summed(e: Emit, g: Any) -> Any:
+    @block("i64 i64 -> f32")
+    def summed(e: Emit, g: Any, left: Any) -> Any:
         vecs = [e.load_f32(e.at(g, 4 * WIDTH * k)) for k in range(blocks)]
-        vecs = [v * v for v in vecs]
+        for k in range(blocks // 2, blocks):
+            vecs[k] = vecs[k].where(e.first(e.at(left, -WIDTH * k)), 0.0)
+        vecs = [vec * vec for vec in vecs]
         while len(vecs) > 1:
             vecs = [_pair_sums(*vecs[k : k + 2]) for k in range(0, len(vecs), 2)]
         return vecs[0].fold(Vec.__add__)
@@ -73,35 +75,34 @@ def _square_sum(blocks: int) -> Any:
     return summed
 
 
-_square_sum4, _square_sum8 = _square_sum(4), _square_sum(8)
+_square_sum1, _square_sum2, _square_sum4, _square_sum8 = (_square_sum(blocks) for blocks in (1, 2, 4, 8))
+_MOST_SQUARES = 8 * WIDTH
 
 
-@block("i64 i64 -> f32")
-def _square_sum_part(e: Emit, g: Any, left: Any) -> Any:
-    vec = e.load_f32(g).where(e.first(left), 0.0)
-    return (vec * vec).fold(Vec.__add__)
+@inlined
+def _square_sum_of(g, left):
+    if left > 4 * WIDTH:
+        return _square_sum8(g, left)
+    if left > 2 * WIDTH:
+        return _square_sum4(g, left)
+    if left > WIDTH:
+        return _square_sum2(g, left)
+    return _square_sum1(g, left) if left > 0 else _ZERO
 
 
 @inlined
 def _mean_square(g, dim, planes, sums):
     """Mean of g^2 by the reference's tree sum; further zeros of padding change nothing."""
-    if dim == 4 * WIDTH:
-        return _square_sum4(g) / np.float32(dim)
-    count = 0
-    if dim & (dim - 1) == 0 and dim >= 8 * WIDTH:  # planes make no difference
-        for c in range(0, dim, 8 * WIDTH):
-            put_f32(sums, count, _square_sum8(g + 4 * c))
+    if dim & (dim - 1) == 0:  # planes make no difference
+        planes = 1
+    width, each, count = (dim + planes - 1) // planes, 1, 0
+    while each * _MOST_SQUARES < width:
+        each *= 2
+    for p in range(planes):
+        for k in range(0, each * _MOST_SQUARES, _MOST_SQUARES):
+            left = min(width - k, dim - p * width - k, _MOST_SQUARES)
+            put_f32(sums, count, _square_sum_of(g + 4 * (p * width + k), left))
             count += 1
-    else:
-        width = (dim + planes - 1) // planes
-        each = 1
-        while each * WIDTH < width:
-            each *= 2
-        for p in range(planes):
-            for k in range(each):
-                column, left = p * width + k * WIDTH, min(width - k * WIDTH, dim - p * width - k * WIDTH)
-                put_f32(sums, count, _square_sum_part(g + 4 * column, left) if left > 0 else _ZERO)
-                count += 1
     while count > 1:
         count //= 2
         for k in range(count):

@@ -17,85 +17,118 @@ from .vectors import WIDTH, Emit, Vec, block, by_format, get_f32, get_i64, get_u
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
-def _accumulator(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, Any]:
-    """(start, add, finish) of a sum over `blocks` blocks of elements from j on."""
-    masked = blocks == 1
+MOST_VECTORS = 8  # vectors of columns that one pass over a bag sums
+BAGS = 8  # bags that are summed together where a row takes several passes: its pages stay in the TLB
+
+
+def _is_masked(format: int, blocks: int, block: int) -> bool:
+    """Whether a block of a pass may reach past the row: the last one, and with four planes also those before it."""
+    return block == blocks - 1 or F.planes(format) > 2
+
+
+def _accumulator(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, Any, Any]:
+    """(start, decode, add, finish) of a sum over `blocks` blocks of elements from j on, of which the last may be partial."""
     planes = F.planes(format)
     count = planes * blocks
 
     start = block(f"-> acc{count}")(lambda e: [e.zeros()] * count)
 
+    def decode(e: Emit, row: Any, meta: Any, j: Any, left: Any, weight: Any) -> list[Vec]:
+        decoder = Decoder(e, format, row, meta, e.splat(weight) if weighted else None)
+        last = e.at(left, 1 - blocks, WIDTH)
+        return [v for k in range(blocks) for v in decoder.block(e.at(j, k * WIDTH), last if k == blocks - 1 else None)]
+
     @block(f"acc{count} i64 i64 i64 i64 f32 -> acc{count}")
     def add(e: Emit, acc: list[Vec], row: Any, meta: Any, j: Any, left: Any, weight: Any) -> list[Vec]:
-        decoder = Decoder(e, format, row, meta, e.splat(weight) if weighted else None)
-        values = [v for k in range(blocks) for v in decoder.block(e.at(j, k * WIDTH), left if masked else None)]
-        return [a + v for a, v in zip(acc, values, strict=True)]
+        return [a + v for a, v in zip(acc, decode(e, row, meta, j, left, weight), strict=True)]
 
     @block(f"acc{count} i64 i64 i64 i64 f32 -> none")
     def finish(e: Emit, acc: list[Vec], j: Any, plane: Any, dim: Any, out: Any, factor: Any) -> None:
         for k in range(blocks):
             for p in range(planes):
-                left = left_of(e, j, plane, dim, p) if masked else None
-                column = column_of(e, e.at(j, k * WIDTH), plane, p)
-                e.store(e.at(out, column, 4), acc[k * planes + p] * e.splat(factor), count=left)
+                at, masked = e.at(j, k * WIDTH), _is_masked(format, blocks, k)
+                left = left_of(e, at, plane, dim, p) if masked else None
+                e.store(e.at(out, column_of(e, at, plane, p), 4), acc[k * planes + p] * e.splat(factor), count=left)
 
-    return start, add, finish
+    return start, decode, add, finish
+
+
+def _slot_of(e: Emit, word: Any, values: Any, dim: Any) -> tuple[Any, Any]:
+    """(whether a first meta word is a pointer, address of the fp32 slot that it then points at)."""
+    is_cached = e.builder.icmp_signed(">=", word, e.number(CACHED))
+    return is_cached, e.at(values, e.builder.mul(e.builder.sub(word, e.number(CACHED)), dim), 4)
 
 
 def _prefetchers(format: int, blocks: int, cached: bool) -> tuple[Any, Any]:
-    """(prefetch all lines, prefetch the first line) of a unit of a row, in its table or in its fp32 slot."""
-    planes, size = F.planes(format), blocks * WIDTH * SIZE[format]
+    """(prefetch all lines, prefetch the first line) of a unit of a row, in its table or in its fp32 slot.
 
-    def table_lines(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> list[Any]:
-        codes = e.at(row, j, SIZE[format])
-        return [e.at(codes, line) for line in range(0, size, 64)] + [meta] * (F.META_WORDS[format] > 0)
+    Most rows do not begin on a line, so a unit ends on one line more than its size says. Without it, a quarter of a lookup of
+    360 columns was spent waiting for the last line. Masked loads wait for the line of what they leave out, too.
+    """
+    planes, end = F.planes(format), blocks * WIDTH - 1
 
-    def slot_lines(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> list[Any]:
+    def all_lines(e: Emit, row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any) -> list[Any]:
+        first, size = e.at(row, j, SIZE[format]), (end + 1) * SIZE[format]
+        codes = [e.at(first, byte) for byte in (*range(0, size, 64), size - 1)]
+        if not cached:
+            return codes + [meta] * (F.META_WORDS[format] > 0)
         # Without a branch, which would be mispredicted as often as the one that adds. A row of codes has fewer lines, so its
         # last line is prefetched repeatedly, which costs nothing.
-        word = e.load_word(meta)
-        is_cached = e.builder.icmp_signed(">=", word, e.number(CACHED))
-        slot, codes = e.builder.mul(e.builder.sub(word, e.number(CACHED)), dim), e.at(row, j, SIZE[format])
-        found = []
+        is_cached, slot = _slot_of(e, e.load_word(meta), values, dim)
+        lines = []
         for p in range(planes):
-            floats = e.at(values, e.builder.add(slot, column_of(e, j, plane, p)), 4)
-            for line in range(0, 4 * blocks * WIDTH, 64):
-                within = min((p * 4 * blocks * WIDTH + line) // 64, (size - 1) // 64) * 64
-                found.append(e.builder.select(is_cached, e.at(floats, line), e.at(codes, within)))
-        return found
-
-    lines = slot_lines if cached else table_lines
+            columns = [*range(0, end, WIDTH)] + [end] * (p == planes - 1)
+            lines += [e.at(slot, column_of(e, e.at(j, column), plane, p), 4) for column in columns]
+        return [e.builder.select(is_cached, at, codes[min(n, len(codes) - 1)]) for n, at in enumerate(lines)]
 
     @block("i64 i64 i64 i64 i64 i64 -> none")
     def prefetch_unit(e: Emit, *where: Any) -> None:
-        for line in lines(e, *where):
+        for line in all_lines(e, *where):
             e.prefetch(line)
 
     @block("i64 i64 i64 i64 i64 i64 -> none")
     def prefetch_first_line(e: Emit, *where: Any) -> None:
-        e.prefetch(lines(e, *where)[0])
+        e.prefetch(all_lines(e, *where)[0])
 
     return prefetch_unit, prefetch_first_line
 
 
 def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
-    """Sum `blocks` blocks of elements from j on over the rows of a bag, and write the sum."""
-    masked, planes = blocks == 1, F.planes(format)
-    start, add, finish = _accumulator(format, blocks, weighted)
+    """Sum `blocks` blocks of elements from j on over the rows of bags first to last - 1, and write the sums."""
+    planes = F.planes(format)
+    start, decode, add, finish = _accumulator(format, blocks, weighted)
     prefetch_unit, prefetch_first_line = _prefetchers(format, blocks, cached)
 
-    @block(f"acc{planes * blocks} i64 i64 i64 i64 f32 -> acc{planes * blocks}")
-    def add_floats(e: Emit, acc: list[Vec], row: Any, j: Any, plane: Any, dim: Any, weight: Any) -> list[Vec]:
-        result = []
+    accumulator = f"acc{planes * blocks}"
+
+    def floats(e: Emit, row: Any, j: Any, plane: Any, dim: Any, weight: Any) -> list[Vec]:
+        """The unit of an fp32 row."""
+        found = []
         for k in range(blocks):
             for p in range(planes):
-                left = left_of(e, j, plane, dim, p) if masked else None
-                value = e.load_f32(e.at(row, column_of(e, e.at(j, k * WIDTH), plane, p), 4), left)
-                result.append(acc[k * planes + p] + (value * e.splat(weight) if weighted else value))
-        return result
+                at, masked = e.at(j, k * WIDTH), _is_masked(format, blocks, k)
+                left = left_of(e, at, plane, dim, p) if masked else None
+                value = e.load_f32(e.at(row, column_of(e, at, plane, p), 4), left)
+                found.append(value * e.splat(weight) if weighted else value)
+        return found
+
+    @block(f"{accumulator} i64 i64 i64 i64 f32 -> {accumulator}")
+    def add_floats(e: Emit, acc: list[Vec], row: Any, j: Any, plane: Any, dim: Any, weight: Any) -> list[Vec]:
+        return [a + v for a, v in zip(acc, floats(e, row, j, plane, dim, weight), strict=True)]
+
+    @block(f"{accumulator} i64 i64 i64 i64 i64 i64 f32 -> {accumulator}")
+    def add_either(
+        e: Emit, acc: list[Vec], row: Any, meta: Any, values: Any, j: Any, plane: Any, dim: Any, weight: Any
+    ) -> list[Vec]:  # fmt: skip
+        word = e.load_word(meta)
+        is_cached, slot = _slot_of(e, word, values, dim)
+        row, slot = e.builder.select(is_cached, values, row), e.builder.select(is_cached, slot, values)
+        stored, held = decode(e, row, meta, j, e.builder.sub(plane, j), weight), floats(e, slot, j, plane, dim, weight)
+        mask = e.splat(word).compare("<", 0)
+        return [a + v.where(mask, w) for a, v, w in zip(acc, held, stored, strict=True)]
 
     @inlined
-    def add_row(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim):
+    def add_by_branch(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim):
         row = get_i64(ids, i)
         weight = get_f32(weights, i) if weighted else _ONE
         word = get_u32(meta + row * words, 0) if cached else 0
@@ -106,7 +139,16 @@ def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
         return acc
 
     @inlined
-    def row_by_row(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
+    def add_without_branch(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim):
+        row = get_i64(ids, i)
+        weight = get_f32(weights, i) if weighted else _ONE
+        return add_either(acc, codes + row * width, meta + row * words, values, j, plane, dim, weight)
+
+    # Of a narrow row both kinds are read, one of them from any valid address: a mispredicted branch takes longer.
+    add_row = add_without_branch if cached and planes * blocks <= 2 else add_by_branch
+
+    @inlined
+    def row_by_row(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim):
         acc = start()
         for i in range(first, last):
             if cached and i + 2 * PREFETCH_DISTANCE < end:
@@ -115,10 +157,10 @@ def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
                 later = get_i64(ids, i + PREFETCH_DISTANCE)
                 prefetch_unit(codes + later * width, meta + later * words, values, j, plane, dim)
             acc = add_row(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim)
-        finish(acc, j, plane, dim, out, factor)
+        return acc
 
     @inlined
-    def in_groups(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim, factor, out):
+    def in_groups(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim):
         acc = start()
         for low in range(first, last, PREFETCH_GROUP):
             high, at = min(low + PREFETCH_GROUP, last), next_group(low)
@@ -133,41 +175,52 @@ def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
                     prefetch_unit(codes + later * width, meta + later * words, values, j, plane, dim)
             for i in range(low, high):
                 acc = add_row(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim)
-        finish(acc, j, plane, dim, out, factor)
+        return acc
 
-    return in_groups if cached and planes * blocks * WIDTH == GROUPED_COLUMNS and not weighted else row_by_row
+    grouped = cached and planes * blocks * WIDTH == GROUPED_COLUMNS and not weighted
+    summed = in_groups if grouped else row_by_row
+
+    @helper
+    def unit(codes, meta, values, width, words, ids, offsets, weights, first, last, end, j, plane, dim, mean, out, pitch):
+        low = get_i64(offsets, first)
+        for b in range(first, last):
+            high = get_i64(offsets, b + 1)
+            acc = summed(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim)
+            factor = _ONE / np.float32(max(high - low, 1)) if mean else _ONE
+            finish(acc, j, plane, dim, out, factor)
+            low = high
+            out += pitch
+
+    return unit
 
 
 def _pooler(format: int, cached: bool) -> Any:
     planes = F.planes(format)
-    large, middle = 8 // planes, 4 // planes
-    unit_large, unit_middle, unit_small = (_unit(format, n, False, cached) for n in (large, middle, 1))
-    weighted_middle, weighted_small = (_unit(format, n, True, cached) for n in (middle, 1))
+    most = MOST_VECTORS // planes
+    sizes, arguments = range(1, most + 1), " ".join(["i64"] * 17)
+    # One pass over a bag for each 128 columns: a pass of its own for the last few columns of 72 took as long as the first.
+    sum_unit = by_format(lambda blocks: _unit(format, blocks, False, cached), sizes, arguments)
+    sum_weighted_unit = by_format(lambda blocks: _unit(format, blocks, True, cached), sizes, arguments)
 
-    @helper  # the loops over units stand here: Numba inlines a large function in the square of its size
+    @helper
     def pool(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
         plane = (dim + planes - 1) // planes
-        for b in range(first, last):
-            low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
-            factor = _ONE / np.float32(max(high - low, 1)) if mean else _ONE
-            short = dim - (planes - 1) * plane
-            j = 0
-            while weights == 0 and j + large * WIDTH <= short:
-                unit_large(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim, factor, out)
-                j += large * WIDTH
-            while j + middle * WIDTH <= short:
+        at_once = last - first if plane <= most * WIDTH else BAGS
+        for low in range(first, last, at_once):
+            high = min(low + at_once, last)
+            for j in range(0, plane, most * WIDTH):
+                blocks = min((plane - j + WIDTH - 1) // WIDTH, most)
                 if weights == 0:
-                    unit_middle(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim, factor, out)
+                    sum_unit(
+                        blocks, codes, meta, values, width, words, ids, offsets, weights, low, high, end, j, plane, dim, mean,
+                        out, pitch,
+                    )  # fmt: skip
                 else:
-                    weighted_middle(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim, factor, out)
-                j += middle * WIDTH
-            while j < plane:
-                if weights == 0:
-                    unit_small(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim, factor, out)
-                else:
-                    weighted_small(codes, meta, values, width, words, ids, weights, low, high, end, j, plane, dim, factor, out)
-                j += WIDTH
-            out += pitch
+                    sum_weighted_unit(
+                        blocks, codes, meta, values, width, words, ids, offsets, weights, low, high, end, j, plane, dim, mean,
+                        out, pitch,
+                    )  # fmt: skip
+            out += (high - low) * pitch
 
     return pool
 

@@ -65,7 +65,7 @@ def _bag_of_position(offsets, bags, position):
 
 
 @helper
-def _offsets_ascend(offsets, bags, count, first, last):
+def offsets_ascend(offsets, bags, count, first, last):
     for b in range(first, last):
         if get_i64(offsets, b + 1) < get_i64(offsets, b):
             return False
@@ -80,7 +80,7 @@ def _count(
     """Check the offsets and ids of one task, count its keys by bucket; returns OK, BAD_OFFSETS or a bad position."""
     bags = features * batch
     first, last = _task_range(bags, task, tasks)
-    if not _offsets_ascend(offsets, bags, count, first, last):
+    if not offsets_ascend(offsets, bags, count, first, last):
         return BAD_OFFSETS
     first, last = _task_range(count, task, tasks)
     counts += 8 * task * buckets
@@ -123,6 +123,19 @@ def _count(
             elif i < last:
                 return BAD_OFFSETS
     return OK
+
+
+@kernel("void(int64, int64, int64, int64)")
+def _start_buckets(counts, buckets, tasks, bounds):
+    """Turn the counts of each task into where it writes its keys of each bucket; `bounds`: where each bucket begins."""
+    at = 0
+    for bucket in range(buckets):
+        put_i64(bounds, bucket, at)
+        for task in range(tasks):
+            here = get_i64(counts, task * buckets + bucket)
+            put_i64(counts, task * buckets + bucket, at)
+            at += here
+    put_i64(bounds, buckets, at)
 
 
 @kernel("void(" + ", ".join(["int64"] * 14) + ")")
@@ -309,7 +322,7 @@ def sort_lookups(
     if batch == 0:
         raise_bad_offsets(offsets, count)
         return SortedKeys(place, bits, place, factor, within_N, 1), grad_out.float()
-    counts = np.empty((tasks, plan.buckets), dtype=np.int64)
+    counts, bounds = np.empty(tasks * plan.buckets, dtype=np.int64), np.empty(plan.buckets + 1, dtype=np.int64)
     fields_F8 = layout.fields_F8.contiguous()
     lookup = (*addresses("qqq", ids_N, offsets, fields_F8), features, batch, count)
     arrays, buckets = addresses("qfi", place, factor, within_N), (*addresses("qq", plan.of_feature, counts), plan.buckets)
@@ -321,16 +334,14 @@ def sort_lookups(
     threads.run(count_task, tasks)
     raise_if_bad(found, layout, ids_N, offsets)
     keys_N, other_N = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
-    (keys,) = addresses("q", keys_N)
-    ends_BT = counts.T.cumsum().reshape(plan.buckets, tasks)
-    bounds = np.append(0, ends_BT[:, -1])
-    counts[:] = ends_BT.T - counts  # where each task writes its keys of each bucket
+    keys, *sorting = addresses("qqqq", keys_N, other_N, bounds, plan.of_bucket)
+    _start_buckets(*buckets[1:], tasks, sorting[1])
     threads.run(lambda n: _scatter(*lookup, *buckets, bits, by_bag, keys, n, tasks), tasks)
 
     def sort_task(number: int) -> None:
         digits = np.empty(1 << DIGIT, dtype=np.int64)
         first, last = plan.buckets * number // tasks, plan.buckets * (number + 1) // tasks
-        _sort(*addresses("qqqqq", keys_N, other_N, bounds, plan.of_bucket, digits), bits, first, last)
+        _sort(keys, *sorting, *addresses("q", digits), bits, first, last)
 
     threads.run(sort_task, tasks)
     grad = grad_out.float().contiguous()

@@ -7,27 +7,30 @@ from typing import Any
 import numpy as np
 
 from .compile import helper, inlined
-from .vectors import WIDTH, Emit, Vec, block, get_f32, get_i64, get_u32
+from .vectors import WIDTH, Emit, Vec, block, by_format, get_f32, get_i64, get_u32
 
 _ONE = np.float32(1)
 
 
-def _unit(blocks: int, masked: bool) -> Any:
-    """Sum `blocks` vectors of columns over the lookups of a row."""
+_MOST = 8  # vectors of columns that one pass over the lookups of a row sums
+
+
+def _unit(blocks: int) -> Any:
+    """Sum `blocks` vectors of columns over the lookups of a row, of which the last may be partial."""
 
     start = block(f"-> acc{blocks}")(lambda e: [e.zeros()] * blocks)
 
     @block(f"acc{blocks} i64 i64 f32 -> acc{blocks}")
     def add(e: Emit, acc: list[Vec], grad: Any, left: Any, factor: Any) -> list[Vec]:
-        scale, count = e.splat(factor), left if masked else None
-        return [a + e.load_f32(e.at(grad, 4 * k * WIDTH), count) * scale for k, a in enumerate(acc)]
+        scale, counts = e.splat(factor), [None] * (blocks - 1) + [e.at(left, (1 - blocks) * WIDTH)]
+        return [a + e.load_f32(e.at(grad, 4 * k * WIDTH), counts[k]) * scale for k, a in enumerate(acc)]
 
     @block(f"acc{blocks} i64 -> none")
     def finish(e: Emit, acc: list[Vec], out: Any) -> None:
         for k, vec in enumerate(acc):
             e.store(e.at(out, 4 * k * WIDTH), vec)
 
-    @inlined
+    @helper
     def unit(keys, mask, first, last, place, factor, grad, left, out):
         acc = start()
         for k in range(first, last):
@@ -39,7 +42,7 @@ def _unit(blocks: int, masked: bool) -> Any:
     return unit
 
 
-_unit8, _unit4, _unit1 = _unit(8, False), _unit(4, False), _unit(1, True)
+_sum_unit = by_format(_unit, range(1, _MOST + 1), " ".join(["i64"] * 9))
 
 
 _start = block("-> acc1")(lambda e: [e.zeros()])
@@ -70,13 +73,6 @@ def sum_row(keys, mask, first, last, place, factor, within, winners, grad, dim, 
     if within != 0:
         _sum_max_winners(keys, mask, first, last, place, within, winners, grad, dim, out)
         return
-    c = 0
-    while c + 8 * WIDTH <= dim:
-        _unit8(keys, mask, first, last, place, factor, grad + 4 * c, dim - c, out + 4 * c)
-        c += 8 * WIDTH
-    while c + 4 * WIDTH <= dim:
-        _unit4(keys, mask, first, last, place, factor, grad + 4 * c, dim - c, out + 4 * c)
-        c += 4 * WIDTH
-    while c < dim:
-        _unit1(keys, mask, first, last, place, factor, grad + 4 * c, dim - c, out + 4 * c)
-        c += WIDTH
+    for c in range(0, dim, _MOST * WIDTH):
+        blocks = min((dim - c + WIDTH - 1) // WIDTH, _MOST)
+        _sum_unit(blocks, keys, mask, first, last, place, factor, grad + 4 * c, dim - c, out + 4 * c)

@@ -17,10 +17,9 @@ from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import Kernel, addresses, as_int64, helper, inlined, kernel
 from thermocline.kernels.cpu.pool import pool_bags
-from thermocline.kernels.cpu.sort import BAD_OFFSETS, OK, TASKS_PER_THREAD, raise_if_bad
+from thermocline.kernels.cpu.sort import BAD_OFFSETS, OK, TASKS_PER_THREAD, offsets_ascend, raise_if_bad
 from thermocline.kernels.cpu.vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
 from thermocline.kernels.layout import Cache, Layout, TableLayout, output_shape, per_feature
-from thermocline.kernels.quantize.cpu import read_rows
 
 STREAM_MIN_BYTES = 1 << 22
 READ_CHUNK = 1024
@@ -132,6 +131,45 @@ def _pool_tiles(
                 _write_out(scratch, until - bag, dim, place, size * pitch, target)
             place += (until - bag) * size * pitch
             bag = until
+    fence()
+    return OK
+
+
+@kernel("int64(" + ", ".join(["int64"] * 17) + ")")
+def _read_features(
+    codes, meta, values, int8_slots, fields, features, ids, offsets, count, checked, out, pitch, target, streamed, scratch,
+    first, last,
+):  # fmt: skip
+    """Write the rows of ids first to last - 1, one output row each; returns OK, BAD_OFFSETS or a bad position."""
+    if not offsets_ascend(offsets, features, count, 0, features):
+        return BAD_OFFSETS
+    size, f, i = 4 if target == F.FP32 else 2, 0, first
+    while i < last:
+        while get_i64(offsets, f + 1) <= i:
+            f += 1
+        limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
+        dim, format, table, table_meta, width, words = R.table_of(codes, meta, fields, f)
+        until = min(get_i64(offsets, f + 1), last)
+        for k in range(i, until):
+            row = get_i64(ids, k)
+            if row < 0 or row >= limit:
+                return k
+            if k + 2 * R.PREFETCH_DISTANCE < until:
+                prefetch(table_meta + get_i64(ids, k + 2 * R.PREFETCH_DISTANCE) * words)
+            if k + R.PREFETCH_DISTANCE < until:
+                later = get_i64(ids, k + R.PREFETCH_DISTANCE)
+                if 0 <= later < limit:  # reads the metadata
+                    R.prefetch_located_row(format, table, table_meta, width, words, values, int8_slots, dim, later)
+            stored, address, row_meta = R.locate_row(format, table, table_meta, width, words, values, int8_slots, dim, row)
+            place = out + size * k * pitch
+            into = place if target == F.FP32 and not streamed else scratch
+            R.read_row(stored, address, row_meta, dim, into)
+            R.fill_floats(into + 4 * dim, pitch - dim, _ZERO)
+            if streamed:
+                R.stream_floats(into, place, pitch)
+            elif target != F.FP32:
+                R.narrow(into, place, pitch, target)
+        i = until
     fence()
     return OK
 
@@ -251,21 +289,16 @@ def _tile_tasks(rows: RowArrays, call: LookupCall, batch: int, kernel: Kernel, *
 def _row_tasks(rows: RowArrays, call: LookupCall, out: Tensor) -> _Tasks:
     """Tasks that write one output row for each id, zeros after its table's dimension."""
     (codes, meta, layout, cache), (ids_N, offsets, _, _, dtype, checked) = rows, call
-    ends = offsets.tolist()
-    tasks = [
-        (f, first, min(first + READ_CHUNK, ends[f + 1]))
-        for f in range(len(layout.tables.features))
-        for first in range(ends[f], ends[f + 1], READ_CHUNK)
-    ]
-    found = [OK] * len(tasks)
+    count, pitch, fields_F8 = ids_N.numel(), out.shape[1], layout.fields_F8.contiguous()
+    tasks = min(-(-count // READ_CHUNK), TASKS_PER_THREAD * torch.get_num_threads() if torch.get_num_threads() > 1 else 1)
+    place = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache), *addresses("q", fields_F8), len(layout.tables.features))
+    streamed = dtype == torch.float32 and 4 * out.numel() >= STREAM_MIN_BYTES and pitch % WIDTH == 0
+    where = (ids_N.data_ptr(), offsets.data_ptr(), count, checked, out.data_ptr(), pitch, _TARGET[dtype], streamed)
+    found = [OK] * tasks
 
     def task(number: int) -> None:
-        f, first, last = tasks[number]
-        field = layout.tables.features[f]
-        place = (codes.data_ptr() + field[F.CODES], meta.data_ptr() + 4 * field[F.META], *slots_of(cache))
-        scratch, limit = np.empty(SCRATCH_ROW, dtype=np.float32), field[F.ROWS] if checked else _NO_LIMIT
-        where = (ids_N.data_ptr(), out.data_ptr(), out.shape[1], _TARGET[dtype], *addresses("f", scratch))
-        found[number] = read_rows(*place, field[F.FORMAT], field[F.DIM], limit, *where, first, last)
+        scratch, part = np.empty(SCRATCH_ROW, dtype=np.float32), (count * number // tasks, count * (number + 1) // tasks)
+        found[number] = _read_features(*place, *where, *addresses("f", scratch), *part)
 
     return task, found
 
@@ -278,9 +311,8 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     shape = output_shape(layout.tables, ids_N, offsets, mode)
     out = torch.empty(shape, dtype=dtype) if mode == F.NONE or _fills_output(layout.tables) else torch.zeros(shape, dtype=dtype)
     winners = torch.full(shape if mode == F.MAX else (0,), -1, dtype=torch.int32)
-    if mode == F.NONE or batch == 0:
+    if batch == 0 or (mode == F.NONE and ids_N.numel() == 0):
         raise_bad_offsets(offsets, ids_N.numel())
-    if batch == 0:
         return out, winners
     if mode == F.NONE:
         task, found = _row_tasks(rows, call, out)

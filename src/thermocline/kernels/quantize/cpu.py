@@ -14,31 +14,15 @@ from thermocline.kernels.cpu.vectors import get_i64
 from thermocline.kernels.cpu.write_row import measure_row, write_row
 
 CHUNK = 1024
-_PREFETCH_DISTANCE = 8
-_ZERO = np.float32(0)
 _SCRATCH = F.MAX_DIM + R.PAD
 
 
-@kernel("int64(" + ", ".join(["int64"] * 14) + ")")
-def read_rows(codes, meta, values, int8_slots, format, dim, limit, ids, out, pitch, target, scratch, first, last):
-    """Read rows ids[first:last] (if ids is 0: rows first to last - 1) to `pitch` floats each; returns -1 or a bad position."""
+@kernel("void(" + ", ".join(["int64"] * 7) + ")")
+def _read_rows(codes, meta, format, dim, out, first, last):
+    """Dequantize rows first to last - 1."""
     width, words = R.row_bytes(format, dim), R.meta_bytes(format)
     for i in range(first, last):
-        row = get_i64(ids, i) if ids != 0 else i
-        if row < 0 or row >= limit:
-            return i
-        if ids != 0 and i + _PREFETCH_DISTANCE < last:
-            R.prefetch_lines(codes + get_i64(ids, i + _PREFETCH_DISTANCE) * width, width)
-            R.prefetch_lines(meta + get_i64(ids, i + _PREFETCH_DISTANCE) * words, words)
-        stored, address, row_meta = R.locate_row(format, codes, meta, width, words, values, int8_slots, dim, row)
-        if target == F.FP32:
-            R.read_row(stored, address, row_meta, dim, out + 4 * i * pitch)
-            R.fill_floats(out + 4 * (i * pitch + dim), pitch - dim, _ZERO)
-        else:
-            R.read_row(stored, address, row_meta, dim, scratch)
-            R.fill_floats(scratch + 4 * dim, pitch - dim, _ZERO)
-            R.narrow(scratch, out + 2 * i * pitch, pitch, target)
-    return -1
+        R.read_row(format, codes + i * width, meta + i * words, dim, out + 4 * i * dim)
 
 
 @kernel("void(" + ", ".join(["int64"] * 12) + ")")
@@ -83,7 +67,6 @@ def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) ->
     if format == F.FP32:
         return codes_NB.view(torch.float32)
     values_ND = torch.empty(count, dim, dtype=torch.float32)
-    table = (*addresses("Bi", codes_NB, meta_NW), 0, 0, format, dim, count)
-    where = (0, *addresses("f", values_ND), dim, F.FP32, 0)  # fp32 needs no scratch
-    threads.run_chunks(lambda first, last: read_rows(*table, *where, first, last), count, CHUNK)
+    table = (*addresses("Bi", codes_NB, meta_NW), format, dim, *addresses("f", values_ND))
+    threads.run_chunks(lambda first, last: _read_rows(*table, first, last), count, CHUNK)
     return values_ND

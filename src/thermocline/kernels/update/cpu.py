@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from thermocline.kernels.cpu.sum_rows import sum_row
 from thermocline.kernels.cpu.vectors import WIDTH, get_f32, get_i64, get_u32, prefetch, put_f32, put_i64, put_u32
 from thermocline.kernels.cpu.write_row import is_good, sgd_row, write_row
 from thermocline.kernels.gather.cpu import slots_of
-from thermocline.kernels.layout import Layout
+from thermocline.kernels.layout import Layout, TableLayout
 
 PREFETCH_DISTANCE = 8  # lookups
 _ALL_GOOD = 1 << 62
@@ -229,12 +231,18 @@ def advance(clock: Tensor, hyper: Tensor) -> None:
     values[F.BETA1_POWER : F.BETA2_POWER + 1] *= values[F.BETA1 : F.BETA2 + 1]
 
 
+@lru_cache(maxsize=256)
+def _fields_of(tables: TableLayout) -> Any:
+    """Fields of the distinct tables, as kernels take them."""
+    return np.array(tables.distinct, dtype=np.int64)
+
+
 def _run(rows: RowArrays, optimizer: OptimizerArrays, call: Callable[[tuple[int, ...], int], int], tasks: int) -> None:
     """Advance the clock; run `call(shared arguments, task)` for each task; raise if a row was refused."""
     codes, meta, layout, cache = rows
     states, hyper, clock, kind, stochastic = optimizer
     advance(clock, hyper)
-    tables = np.array(layout.tables.distinct, dtype=np.int64)
+    tables = _fields_of(layout.tables)
     factors = step_constants(hyper.tolist())
     seed, step = clock.tolist()[: F.CLOCK_FIELDS]
     state0, state1 = addresses("ff", *[*states, None, None][:2])
