@@ -44,13 +44,13 @@ from .backward_pass import OpenLookup, OpenRows
 from .config import RowConfig, TableRequest, arena_text, make_arena
 from .device_moves import as_integers, check_keeps, materialize, move_tensors
 from .heat_profile import heat_of
-from .id_maps import ElasticIds, FeatureMaps, difference, elastic_ids, maps_as_text, refuse_device
+from .id_maps import ElasticIds, FeatureMaps, elastic_ids, maps_as_text, refuse_device
 from .inputs import Given, check_integers, check_is_tensor, is_transformed, refuse_torchscript, refuse_transforms
 from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
 from .optimizer import FusedOptimizer, Trained, deferred_lookup
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
-from .saved_rows import misfit, unpack
+from .saved_rows import load_state, unpack
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -352,39 +352,9 @@ class RowsModule(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        arrays, plain = self._arrays(), self.weight_keys()
-        given: Mapping[str, Any] = {k[len(prefix) :]: value for k, value in state_dict.items() if k.startswith(prefix)}
-        given = unpack(given, arrays, self._text())
-        unexpected_keys += [prefix + name for name in given if name not in {*arrays, *plain, "tables", "ids"}] if strict else []
-        if why := difference(self.maps, given.get("ids")):
-            error_msgs.append(f"{prefix}ids: {why}")
-            return
-        if any(name in given for name in plain):
-            missing_keys += [prefix + name for name in plain if name not in given] if strict else []
-            for name, table in plain.items():
-                if name in given:
-                    try:
-                        with torch.no_grad():
-                            self.write_table(table, given[name])
-                    except (BadInput, RuntimeError) as error:
-                        error_msgs.append(f"{prefix}{name}: {error}")
-            return
-        texts = ["tables"] if self.maps is None else ["tables", "ids"]
-        missing_keys += [prefix + name for name in [*arrays, *texts] if name not in given] if strict else []
-        if (saved := given.get("tables")) is not None and not torch.equal(saved.cpu(), self._text()):
-            texts = [bytes(t.cpu().tolist()).decode(errors="replace") for t in (saved, self._text())]
-            way = f"load them as `weight`: load_state_dict({{{', '.join(f'{key!r}: rows' for key in plain)}}})"
-            error_msgs.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; {way}")
-            return
-        known = {name: tensor for name, tensor in arrays.items() if name in given}
-        wrong = {name: why for name, tensor in known.items() if (why := misfit(name, tensor, given[name]))}
-        if wrong:
-            error_msgs += [f"{prefix}{name}: {why}" for name, why in wrong.items()]  # and nothing is changed
-            return
-        with torch.no_grad():
-            for name, tensor in known.items():
-                tensor.copy_(given[name])
-        self.trained.group.read_back()
+        given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        state = unpack(given, self._arrays(), self._text())
+        load_state(self, state, prefix, (missing_keys, unexpected_keys) if strict else ([], []), error_msgs)
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_torchscript("torch.jit.script")

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
+
+from thermocline.errors import BadInput
+
+from .id_maps import difference
+
+if TYPE_CHECKING:
+    from .rows_module import RowsModule
 
 ROW_STATE = "row_state"
 
@@ -27,6 +34,43 @@ def unpack(given: Mapping[str, Any], arrays: Mapping[str, Tensor], text: Tensor)
     if fits and torch.equal(saved["tables"], text):
         return saved
     return {name: value for name, value in given.items() if name != ROW_STATE}
+
+
+def load_state(
+    module: RowsModule, given: Mapping[str, Any], prefix: str, keys: tuple[list[str], list[str]], errors: list[str]
+) -> None:
+    """Load the arrays of a module or a plain `weight`; adds to the missing and unexpected keys, and to the errors."""
+    arrays, plain, (missing, unexpected) = module._arrays(), module.weight_keys(), keys
+    unexpected += [prefix + name for name in given if name not in {*arrays, *plain, "tables", "ids"}]
+    if why := difference(module.maps, given.get("ids")):
+        errors.append(f"{prefix}ids: {why}")
+        return
+    if any(name in given for name in plain):
+        missing += [prefix + name for name in plain if name not in given]
+        for name, table in plain.items():
+            if name in given:
+                try:
+                    with torch.no_grad():
+                        module.write_table(table, given[name])
+                except (BadInput, RuntimeError) as error:
+                    errors.append(f"{prefix}{name}: {error}")
+        return
+    texts = ["tables"] if module.maps is None else ["tables", "ids"]
+    missing += [prefix + name for name in [*arrays, *texts] if name not in given]
+    if (saved := given.get("tables")) is not None and not torch.equal(saved.cpu(), module._text()):
+        texts = [bytes(t.cpu().tolist()).decode(errors="replace") for t in (saved, module._text())]
+        way = f"load them as `weight`: load_state_dict({{{', '.join(f'{key!r}: rows' for key in plain)}}})"
+        errors.append(f"{prefix}tables: the saved rows are {texts[0]}, this module's {texts[1]}; {way}")
+        return
+    known = {name: tensor for name, tensor in arrays.items() if name in given}
+    wrong = {name: why for name, tensor in known.items() if (why := misfit(name, tensor, given[name]))}
+    if wrong:
+        errors += [f"{prefix}{name}: {why}" for name, why in wrong.items()]  # and nothing is changed
+        return
+    with torch.no_grad():
+        for name, tensor in known.items():
+            tensor.copy_(given[name])
+    module.trained.group.read_back()
 
 
 def misfit(name: str, tensor: Tensor, value: Tensor) -> str:
