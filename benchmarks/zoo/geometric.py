@@ -21,7 +21,8 @@ class NodeClassifier(nn.Module):
         self.layers = GCN(DIM, 32, num_layers=2, out_channels=CLASSES, dropout=0.3)
 
     def forward(self, edges: torch.Tensor) -> torch.Tensor:
-        return self.layers(self.nodes.weight, edges)
+        out: torch.Tensor = self.layers(self.nodes.weight, edges)
+        return out
 
 
 def train(seed: int, convert: Convert) -> Trained:
