@@ -146,11 +146,8 @@ class ShardedCollection(RowsModule):
         return self._output(self._look_up(batch, exchange, trains), bags)
 
     def _output(self, out: Tensor, bags: JaggedIds) -> Pooled | Unpooled:
-        return (
-            Unpooled(out, bags.offsets, self.features, self._dims)
-            if self.mode == "none"
-            else Pooled(out, self.features, self._dims)
-        )
+        named = self.features, self._dims
+        return Unpooled(out, bags.offsets, *named) if self.mode == "none" else Pooled(out, *named)
 
     def _handshake(
         self, operation: str, exchange: BatchExchange, prefetched: bool = False, has_next: bool = False
