@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # Triton's interpreter
 ]
 
-ROWS, DIM, BATCH, IDS = 37, 5, 6, 23
+ROWS, DIM, BATCH, IDS, STEPS = 37, 5, 3, 11, 3
 
 
 @contextmanager
@@ -86,21 +86,20 @@ def step(arena: Arena, trainer: Trainer, given: tuple[Tensor, Tensor, Tensor]) -
 @pytest.mark.parametrize(
     "precision, policy, near, optimizer",
     [
-        ("int8", "lfu", 0, Adagrad(lr=0.1)),
-        ("int8", "adaptive", 0, RowwiseAdagrad(lr=0.1)),
-        ("int4", "lru", 0, Adam(lr=0.1)),
-        ("int2", "lfu", 6, RowwiseAdagrad(lr=0.1)),
+        ("int8", "lfu", 0, Adam(lr=0.1)),
+        ("int4", "adaptive", 0, RowwiseAdagrad(lr=0.1)),
+        ("int2", "lru", 6, Adagrad(lr=0.1)),
     ],
 )
 def test_repeated_launches_train_to_the_bits_of_eager_steps(precision, policy, near, optimizer, monkeypatch):
     eager, replayed = (make(precision, policy, near, optimizer) for _ in range(2))
-    outs = [step(*eager, batch(n)) for n in range(6)]
+    outs = [step(*eager, batch(n)) for n in range(STEPS)]
     static = batch(0)
     with recorded(monkeypatch) as work:
         out = step(*replayed, static)
     assert torch.equal(out, outs[0])
     launches = len(work)
-    for n in range(1, 6):
+    for n in range(1, STEPS):
         for mine, new in zip(static, batch(n), strict=True):
             mine.copy_(new)
         for again in work:
@@ -112,5 +111,5 @@ def test_repeated_launches_train_to_the_bits_of_eager_steps(precision, policy, n
             [a.codes, a.meta, *a.cache[:-2]] if isinstance(a, Arena) else [*a.states, a.hyper, a.clock] for a in (one, other)
         ]
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(*arrays, strict=True))
-    assert replayed[1].clock.tolist() == [7, 6]  # new rounding bits in every repetition
+    assert replayed[1].clock.tolist() == [7, STEPS]  # new rounding bits in every repetition
     assert replayed[0].stats() == eager[0].stats()

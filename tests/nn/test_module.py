@@ -313,7 +313,7 @@ def test_a_compiled_model_trains_to_the_same_bits(make, kind, width):
     torch._dynamo.reset()
     eager = Model(make(), width)
     model = copy.deepcopy(eager)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=kind != "dict"):
+    with torch._dynamo.config.patch(error_on_recompile=kind != "dict"):
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         for step in range(3):
             for run, first in ((eager, eager.first), (compiled, model.first)):
@@ -324,13 +324,13 @@ def test_a_compiled_model_trains_to_the_same_bits(make, kind, width):
     assert model.first.trainer.clock.tolist() == [0, 3]
 
 
-def test_a_model_whose_gradients_wait_is_compiled_in_pieces():
+def test_a_model_whose_gradients_wait_is_compiled_in_one_graph():
     torch.manual_seed(3)
     torch._dynamo.reset()
     eager = Model(tc.EmbeddingBag(31, 6, rows=tc.RowConfig(update="step")), 6)
     eager(ids_of((5, 2), 9)).backward()  # gradients wait while the compiler looks at parameters
     model = copy.deepcopy(eager)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for step in range(4):
         for run, first in ((eager, eager.first), (compiled, model.first)):
             run(ids_of((5, 2), step)).backward()
