@@ -11,6 +11,7 @@ heat file must have the counts that were written.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import resource
@@ -132,7 +133,7 @@ class CheckpointTarget:
         M.spoil_header(draw, self._bad / name)
         for file in (file for save in manifest["saves"] for file in save["files"] if file["name"] == name):
             data = (self._bad / name).read_bytes()
-            file |= {"bytes": len(data), "sha256": M.hashlib.sha256(data).hexdigest()}
+            file |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         (self._bad / "manifest.json").write_text(M.signed(manifest))
 
     def close(self) -> None:
@@ -255,7 +256,11 @@ def run(
     slowest, done = 0.0, 0
     for name, share in SHARES.items():
         count = round(share * mutations)
-        found = fuzz(name, count, seed, lambda number, name=name, done=done: progress(done + number, mutations, name))
+
+        def advance(number: int, before: int = done, name: str = name) -> None:
+            progress(before + number, mutations, name)
+
+        found = fuzz(name, count, seed, advance)
         faults, slowest, done = found["faults"], max(slowest, found["slowest"]), done + count
         further = {"mutations": count, "outcomes": found["outcomes"], "examples": faults[:3]}
         recorder.add(f"fuzz/{name}", len(faults), "faults", "none", 0, float(not faults), **further)

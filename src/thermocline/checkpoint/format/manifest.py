@@ -240,15 +240,15 @@ class Manifest(BaseModel):
             digests = f"its sha256 is {found[:12]}... and was {str(written)[:12]}..."
             raise FormatError(f"'{path}' is damaged: {digests}; {_WAY_OUT}", path=path)
         try:
-            found = cls.model_validate(given)
+            manifest = cls.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             message = f"'{path}', field {where}: {first['msg']}; use another checkpoint"
             raise FormatError(message, path=path, field=where) from None
-        for where, words in found.contradictions():
+        for where, words in manifest.contradictions():
             raise FormatError(f"'{path}', field {where}: {words}; use another checkpoint", path=path, field=where)
-        return found
+        return manifest
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Fields that other fields, or the format, exclude: names outside of the folder, sections of no table, ..."""

@@ -169,7 +169,8 @@ class TensorFile:
                 for name, e in header.items()
                 if name[:2] != "__"
             }
-            wrong = [name for name, entry in self._header.items() if not _is_inside(*entry, self._size - self._begin)]
+            room = self._size - self._begin
+            wrong = [name for name, entry in self._header.items() if len(entry) != 4 or not _is_inside(*entry, size=room)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(path, f"the header cannot be read ({error})") from None
         if wrong:

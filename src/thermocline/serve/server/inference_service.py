@@ -12,6 +12,7 @@ from thermocline import __version__
 from thermocline.errors import BadInput
 from thermocline.serve.errors import DeadlineExceeded, NotAllowed, NotReady, Overloaded, ShardDown, UnknownModel
 from thermocline.serve.protocol.tensors import Array, InferRequest
+from thermocline.serve.served_model import TensorMetadata
 
 from .config import ServerConfig
 from .dynamic_batcher import QueuedRequest
@@ -149,12 +150,8 @@ class InferenceService:
     def model_config(self, name: str, version: str) -> dict[str, Any]:
         """ModelConfig of the model configuration extension, as much as clients need. Models do not batch by a dimension."""
         served = self.repository.served(name, version)
-        inputs, outputs = (
-            [{"name": each.name, "data_type": f"TYPE_{each.datatype}", "dims": list(each.shape)} for each in listed]
-            for listed in (served.model.inputs, served.model.outputs)
-        )
-        for fields, each in zip(inputs, served.model.inputs, strict=True):
-            fields["optional"] = each.optional
+        inputs = [{**_config_of(each), "optional": each.optional} for each in served.model.inputs]
+        outputs = [_config_of(each) for each in served.model.outputs]
         return {
             "name": name, "platform": NAME, "backend": NAME, "max_batch_size": 0, "input": inputs, "output": outputs
         }  # fmt: skip
@@ -202,6 +199,10 @@ class InferenceService:
         await self.repository.load(name, _version_of(config))
 
 
+def _config_of(tensor: TensorMetadata) -> dict[str, Any]:
+    return {"name": tensor.name, "data_type": f"TYPE_{tensor.datatype}", "dims": list(tensor.shape)}
+
+
 def _duration(histogram: LatencyHistogram) -> dict[str, int]:
     return {"count": histogram.count, "ns": int(histogram.total * 1e9)}
 
@@ -216,7 +217,7 @@ def _version_of(config: str | None) -> str:
         ((kind, fields),) = policy.items()
         if kind == "latest" and fields in ({}, {"num_versions": 1}) and not given:
             return ""
-        (version,) = fields["versions"] if kind == "specific" and not given else ()
+        (version,) = fields["versions"] if kind == "specific" and not given else []
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         words = (
             'config may hold {"version_policy": POLICY} with {"latest": {"num_versions": 1}} or {"specific": {"versions": [N]}}'
