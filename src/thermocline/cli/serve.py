@@ -139,19 +139,25 @@ def run(
     if _runs_shard_host(folder):
         return
     config = _shard_config(shards, split, plan, heat, device)
-    try:
-        from thermocline.serve.server.config import ServerConfig, ServerLimits
-        from thermocline.serve.server.json_log import log, write_to_stderr
-        from thermocline.serve.server.model_loader import make_repository
-        from thermocline.serve.server.server import run as run_server
-    except ModuleNotFoundError as error:
-        raise BadInput(f"the server needs {error.name}: pip install 'thermocline[serve]'") from error
+    from thermocline.serve.server.config import ServerConfig, ServerLimits
+
     limits = ServerLimits(
         max_ids, message=max_message and max_message << 20, queue=queue, wait=wait / 1000, in_flight=max_in_flight << 20
     )
     server_config = ServerConfig(
         host, http_port, grpc_port, credentials, limits, follow, model_control == "explicit", tuple(allow_host or ())
     )
+    _exit(_serve(folder, config, server_config, json, quiet))
+
+
+def _serve(folder: Path, config: ShardConfig, server_config: ServerConfig, json: str | None, quiet: bool) -> bool:
+    """Run the server until it is told to end. Returns whether all its threads have ended."""
+    try:
+        from thermocline.serve.server.json_log import log, write_to_stderr
+        from thermocline.serve.server.model_loader import make_repository
+        from thermocline.serve.server.server import run as run_server
+    except ModuleNotFoundError as error:
+        raise BadInput(f"the server needs {error.name}: pip install 'thermocline[serve]'") from error
     write_to_stderr(quiet)
     bar = ExitStack()
     bar.enter_context(progress_bar(quiet))(0, 1, "loading")
@@ -165,8 +171,7 @@ def run(
             log("the addresses could not be written", WARNING, error=str(error))
 
     with bar:
-        done = run_server(lambda: make_repository(folder, config, limits), server_config, ready)
-    _exit(done)
+        return run_server(lambda: make_repository(folder, config, server_config.limits), server_config, ready)
 
 
 def _exit(done: bool) -> None:

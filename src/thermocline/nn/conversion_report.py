@@ -92,7 +92,7 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
     """Keys of the memory of a tensor, which its views share, and of where it begins there; also on the meta device."""
     if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
         return id(tensor), 0
-    return int(tensor.untyped_storage()._cdata), tensor.storage_offset()
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def other_holders(model: nn.Module) -> dict[int, list[str]]:

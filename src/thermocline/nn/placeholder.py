@@ -159,7 +159,7 @@ class PlaceholderParameter(nn.Parameter):
         cls, update: str, data: Tensor, requires_grad: bool = True, pending: PendingGradients | None = None
     ) -> PlaceholderParameter:
         self: PlaceholderParameter = torch.Tensor._make_subclass(cls, data, True)
-        self.register_hook(_warn_of_norms)
+        self.register_hook(_warn_of_norms)  # type: ignore[no-untyped-call]
         self.requires_grad_(requires_grad)
         self.update, self.pending, self.stepped, self.last_pass = update, pending, False, -1
         self.hidden = self.has_fused_optimizer = self.skipped = False

@@ -93,12 +93,9 @@ def _prefetchers(format: int, blocks: int, cached: bool) -> tuple[Any, Any]:
     return prefetch_unit, prefetch_first_line
 
 
-def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
-    """Sum `blocks` blocks of elements from j on over the rows of bags first to last - 1, and write the sums."""
+def _row_adder_of(format: int, blocks: int, weighted: bool, cached: bool, decode: Any, add: Any) -> Any:
+    """acc += weight * a unit of a row, from its table or from its fp32 slot."""
     planes = F.planes(format)
-    start, decode, add, finish = _accumulator(format, blocks, weighted)
-    prefetch_unit, prefetch_first_line = _prefetchers(format, blocks, cached)
-
     accumulator = f"acc{planes * blocks}"
 
     def floats(e: Emit, row: Any, j: Any, plane: Any, dim: Any, weight: Any) -> list[Vec]:
@@ -145,7 +142,15 @@ def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
         return add_either(acc, codes + row * width, meta + row * words, values, j, plane, dim, weight)
 
     # Of a narrow row both kinds are read, one of them from any valid address: a mispredicted branch takes longer.
-    add_row = add_without_branch if cached and planes * blocks <= 2 else add_by_branch
+    return add_without_branch if cached and planes * blocks <= 2 else add_by_branch
+
+
+def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
+    """Sum `blocks` blocks of elements from j on over the rows of bags first to last - 1, and write the sums."""
+    planes = F.planes(format)
+    start, decode, add, finish = _accumulator(format, blocks, weighted)
+    prefetch_unit, prefetch_first_line = _prefetchers(format, blocks, cached)
+    add_row = _row_adder_of(format, blocks, weighted, cached, decode, add)
 
     @inlined
     def row_by_row(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim):
