@@ -151,7 +151,7 @@ def run(
 
 
 def _serve(folder: Path, config: ShardConfig, server_config: ServerConfig, json: str | None, quiet: bool) -> bool:
-    """Run the server until it is told to end. Returns whether all its threads have ended."""
+    """Run the server until a signal. Returns whether all its threads have ended."""
     try:
         from thermocline.serve.server.json_log import log, write_to_stderr
         from thermocline.serve.server.model_loader import make_repository
@@ -166,7 +166,7 @@ def _serve(folder: Path, config: ShardConfig, server_config: ServerConfig, json:
         bar.close()
         try:
             _announce(server, server_config, json, quiet)
-        except (OSError, BadInput) as error:  # a full disk, or nobody reads: the server runs on
+        except (OSError, BadInput) as error:  # a full disk, or a closed pipe: the server runs on
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the end of the process would fail to flush the other
             log("the addresses could not be written", WARNING, error=str(error))
 
