@@ -120,7 +120,9 @@ def test_plans_that_do_not_fit_the_tables_are_refused():
     with pytest.raises(tc.BadInput, check=has(parameter="residency", table="user")):
         _sharded(plan_of(1, 1, [plans[0].model_copy(update={"residency": "host"}), *plans[1:]], heat), heat)
     with pytest.raises(tc.BadInput, check=has(table="user", needed=(98, 8), available=(97, 8))):
-        _sharded(plan_of(1, 1, [plans[0].model_copy(update={"rows": 98}), *plans[1:]], heat), heat)
+        *others, last = plans[0].tiers
+        larger = {"rows": 98, "tiers": (*others, last.model_copy(update={"rows": last.rows + 1}))}
+        _sharded(plan_of(1, 1, [plans[0].model_copy(update=larger), *plans[1:]], heat), heat)
 
 
 def _sharded(plan, heat):

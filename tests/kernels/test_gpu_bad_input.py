@@ -228,7 +228,7 @@ def test_a_row_that_a_step_makes_nan_in_every_column_is_refused(
 ) -> None:
     """Zero divided by zero: no gradient so far, and nothing added to its root."""
     training = make_training(make_arena([(9, 3, precision)]), F.ROWWISE_ADAGRAD)
-    training.hyper[F.EPS] = 0.0
+    training.hyper[F.EPS] = training.hyper[F.WEIGHT_DECAY] = 0.0
     training.states[0][5] = 0.0
     grads = torch.ones(3, 3)
     grads[1] = 0.0

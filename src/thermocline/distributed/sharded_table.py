@@ -51,7 +51,7 @@ class ShardedTable(ShardedCollection):
 
     def _every_row(self) -> JaggedIds:
         rows = self.num_embeddings
-        offsets = torch.arange(rows + 1) if self.mode != "none" else torch.tensor([0, rows])
+        offsets = torch.arange(rows + 1) if self.mode != "none" else torch.tensor([0, rows], dtype=torch.int64)
         return JaggedIds(torch.arange(rows, device=self.arena.device), offsets.to(self.arena.device), None, offsets.numel() - 1)
 
     def __setattr__(self, name: str, value: Any) -> None:

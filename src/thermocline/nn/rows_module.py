@@ -299,7 +299,7 @@ class RowsModule(nn.Module):
             return self
         check_keeps(fn, self.arena.device)
         if self.maps is not None and self.maps.elastic:
-            refuse_device(fn(torch.empty(0, device=self.arena.device)).device)
+            refuse_device(fn(torch.empty(0, dtype=torch.float32, device=self.arena.device)).device)
         move = as_integers(fn)
         self.arena.unstage()  # staged rows are found by distances between arrays
         device, on_cpu = self.arena.device, self.arena.cache[-2:]

@@ -315,7 +315,7 @@ class Plan(FileModel):
         if version != VERSION:
             message = f"{path} is a plan of version {str(version)[:40]}, this program reads version {VERSION}"
             raise FormatError(f"{message}: make the plan again", path=name, parameter="version", value=version)
-        if not found.get("cards"):
+        if found.get("cards") == []:
             raise FormatError(f"{path}, field cards: the plan is for no GPU; make it again", path=name, parameter="cards")
         try:
             return cls.model_validate(found)

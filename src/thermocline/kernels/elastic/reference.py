@@ -89,7 +89,7 @@ def place(
         elif rules.lru:
             row = min(cold, key=lambda row: (int(arrays.last[row]), row))
         else:
-            scores = dict(zip(cold, score(arrays, rules, torch.tensor(cold), step).tolist(), strict=True))
+            scores = dict(zip(cold, score(arrays, rules, torch.tensor(cold, dtype=torch.int64), step).tolist(), strict=True))
             row = min(cold, key=lambda row: (scores[row], int(arrays.last[row]), row))
             if scores[row] > int(heat_C[at]):
                 continue

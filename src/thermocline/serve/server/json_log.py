@@ -79,7 +79,11 @@ def _finish(lines: queue.Queue[Any], writer: threading.Thread) -> None:
 def write_to_stderr(quiet: bool = False) -> None:
     """Write the server's log to standard error; with `quiet`, only faults."""
     lines = queue.Queue[Any](MAX_LINES)
-    writer = threading.Thread(target=_write, args=(lines, sys.stderr.fileno()), name="log", daemon=True)
+    try:
+        descriptor = sys.stderr.fileno()
+    except (AttributeError, OSError):  # no standard error, or one without a file
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+    writer = threading.Thread(target=_write, args=(lines, descriptor), name="log", daemon=True)
     writer.start()
     atexit.register(_finish, lines, writer)
     LOGGER.addHandler(_LogQueue(lines))
