@@ -18,6 +18,7 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 MOST_VECTORS = 8  # vectors of columns that one pass over a bag sums
+SIZES = (1, 2, 4, 6, 8)  # of passes that are compiled
 BAGS = 8  # bags that are summed together where a row takes several passes: its pages stay in the TLB
 
 
@@ -26,7 +27,7 @@ def _is_masked(format: int, blocks: int, block: int) -> bool:
     return block == blocks - 1 or F.planes(format) > 2
 
 
-def _accumulator(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, Any, Any]:
+def _accumulator(format: int, blocks: int) -> tuple[Any, Any, Any, Any]:
     """(start, decode, add, finish) of a sum over `blocks` blocks of elements from j on, of which the last may be partial."""
     planes = F.planes(format)
     count = planes * blocks
@@ -34,7 +35,7 @@ def _accumulator(format: int, blocks: int, weighted: bool) -> tuple[Any, Any, An
     start = block(f"-> acc{count}")(lambda e: [e.zeros()] * count)
 
     def decode(e: Emit, row: Any, meta: Any, j: Any, left: Any, weight: Any) -> list[Vec]:
-        decoder = Decoder(e, format, row, meta, e.splat(weight) if weighted else None)
+        decoder = Decoder(e, format, row, meta, e.splat(weight))
         last = e.at(left, 1 - blocks, WIDTH)
         return [v for k in range(blocks) for v in decoder.block(e.at(j, k * WIDTH), last if k == blocks - 1 else None)]
 
@@ -93,7 +94,7 @@ def _prefetchers(format: int, blocks: int, cached: bool) -> tuple[Any, Any]:
     return prefetch_unit, prefetch_first_line
 
 
-def _row_adder_of(format: int, blocks: int, weighted: bool, cached: bool, decode: Any, add: Any) -> Any:
+def _row_adder_of(format: int, blocks: int, cached: bool, decode: Any, add: Any) -> Any:
     """acc += weight * a unit of a row, from its table or from its fp32 slot."""
     planes = F.planes(format)
     accumulator = f"acc{planes * blocks}"
@@ -106,7 +107,7 @@ def _row_adder_of(format: int, blocks: int, weighted: bool, cached: bool, decode
                 at, masked = e.at(j, k * WIDTH), _is_masked(format, blocks, k)
                 left = left_of(e, at, plane, dim, p) if masked else None
                 value = e.load_f32(e.at(row, column_of(e, at, plane, p), 4), left)
-                found.append(value * e.splat(weight) if weighted else value)
+                found.append(value * e.splat(weight))
         return found
 
     @block(f"{accumulator} i64 i64 i64 i64 f32 -> {accumulator}")
@@ -127,7 +128,7 @@ def _row_adder_of(format: int, blocks: int, weighted: bool, cached: bool, decode
     @inlined
     def add_by_branch(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim):
         row = get_i64(ids, i)
-        weight = get_f32(weights, i) if weighted else _ONE
+        weight = get_f32(weights, i) if weights != 0 else _ONE
         word = get_u32(meta + row * words, 0) if cached else 0
         if word >= CACHED:
             acc = add_floats(acc, values + 4 * dim * (word - CACHED), j, plane, dim, weight)
@@ -138,19 +139,19 @@ def _row_adder_of(format: int, blocks: int, weighted: bool, cached: bool, decode
     @inlined
     def add_without_branch(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim):
         row = get_i64(ids, i)
-        weight = get_f32(weights, i) if weighted else _ONE
+        weight = get_f32(weights, i) if weights != 0 else _ONE
         return add_either(acc, codes + row * width, meta + row * words, values, j, plane, dim, weight)
 
     # Of a narrow row both kinds are read, one of them from any valid address: a mispredicted branch takes longer.
     return add_without_branch if cached and planes * blocks <= 2 else add_by_branch
 
 
-def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
+def _unit(format: int, blocks: int, cached: bool) -> Any:
     """Sum `blocks` blocks of elements from j on over the rows of bags first to last - 1, and write the sums."""
     planes = F.planes(format)
-    start, decode, add, finish = _accumulator(format, blocks, weighted)
+    start, decode, add, finish = _accumulator(format, blocks)
     prefetch_unit, prefetch_first_line = _prefetchers(format, blocks, cached)
-    add_row = _row_adder_of(format, blocks, weighted, cached, decode, add)
+    add_row = _row_adder_of(format, blocks, cached, decode, add)
 
     @inlined
     def row_by_row(codes, meta, values, width, words, ids, weights, first, last, end, j, plane, dim):
@@ -182,7 +183,7 @@ def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
                 acc = add_row(acc, codes, meta, values, width, words, ids, weights, i, j, plane, dim)
         return acc
 
-    grouped = cached and planes * blocks * WIDTH == GROUPED_COLUMNS and not weighted
+    grouped = cached and planes * blocks * WIDTH == GROUPED_COLUMNS
     summed = in_groups if grouped else row_by_row
 
     @helper
@@ -202,29 +203,25 @@ def _unit(format: int, blocks: int, weighted: bool, cached: bool) -> Any:
 def _pooler(format: int, cached: bool) -> Any:
     planes = F.planes(format)
     most = MOST_VECTORS // planes
-    sizes, arguments = range(1, most + 1), " ".join(["i64"] * 17)
-    # One pass over a bag for each 128 columns: a pass of its own for the last few columns of 72 took as long as the first.
-    sum_unit = by_format(lambda blocks: _unit(format, blocks, False, cached), sizes, arguments)
-    sum_weighted_unit = by_format(lambda blocks: _unit(format, blocks, True, cached), sizes, arguments)
+    arguments = " ".join(["i64"] * 17)
+    # A pass of its own for the last few columns of 72 takes as long as the first. Not every size is compiled: 3, 5
+    # and 7 vectors are two passes. Bags without weights have the weight 1: a second set of passes takes 20 s to compile.
+    sum_unit = by_format(lambda blocks: _unit(format, blocks, cached), [n for n in SIZES if n <= most], arguments)
 
     @helper
     def pool(codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
         plane = (dim + planes - 1) // planes
         at_once = last - first if plane <= most * WIDTH else BAGS
         for low in range(first, last, at_once):
-            high = min(low + at_once, last)
-            for j in range(0, plane, most * WIDTH):
+            high, j = min(low + at_once, last), 0
+            while j < plane:
                 blocks = min((plane - j + WIDTH - 1) // WIDTH, most)
-                if weights == 0:
-                    sum_unit(
-                        blocks, codes, meta, values, width, words, ids, offsets, weights, low, high, end, j, plane, dim, mean,
-                        out, pitch,
-                    )  # fmt: skip
-                else:
-                    sum_weighted_unit(
-                        blocks, codes, meta, values, width, words, ids, offsets, weights, low, high, end, j, plane, dim, mean,
-                        out, pitch,
-                    )  # fmt: skip
+                blocks -= (blocks & 1) * (blocks > 2)
+                sum_unit(
+                    blocks, codes, meta, values, width, words, ids, offsets, weights, low, high, end, j, plane, dim, mean,
+                    out, pitch,
+                )  # fmt: skip
+                j += blocks * WIDTH
             out += (high - low) * pitch
 
     return pool
