@@ -26,7 +26,7 @@ _ALL, _SORTED = tl.constexpr(M.ALL), tl.constexpr(M.SORTED)
 
 
 @triton.jit
-def mixed(id_T, key):
+def hash_id(id_T, key):
     """64 bits of each id."""
     z = (id_T ^ key).to(tl.uint64) * _GOLDEN
     z = (z ^ (z >> 30)) * _MIX1
@@ -37,7 +37,7 @@ def mixed(id_T, key):
 @triton.jit
 def hashed(id_T, key, rows):
     """Rows of hashed ids."""
-    z = mixed(id_T, key)
+    z = hash_id(id_T, key)
     return tl.umulhi(z, tl.zeros_like(z) + rows.to(tl.uint64)).to(tl.int64)
 
 

@@ -13,7 +13,7 @@ from thermocline.kernels.gpu.bags import NO_POSITION, check_ids
 from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
 from thermocline.kernels.ids.fields import GOLDEN
-from thermocline.kernels.ids.gpu import hashed, mixed
+from thermocline.kernels.ids.gpu import hash_id, hashed
 
 TILE = 128
 _START = tl.constexpr(GOLDEN)
@@ -46,7 +46,7 @@ def _rows(
         within_T = within_T & (at_T % length >= back)
         token_T = tl.load(tokens + at_T - back, mask=within_T, other=0).to(tl.int64)
         within_T = within_T & (_excluded(excluded, token_T, EXCLUDED) == 0)
-        gram_T = tl.where(within_T, mixed(token_T, gram_T.to(tl.int64)), gram_T)
+        gram_T = tl.where(within_T, hash_id(token_T, gram_T.to(tl.int64)), gram_T)
         for o in tl.static_range(len(ORDERS)):
             if ORDERS[o] == back + 1:
                 slot_H = o * HEADS + head_H
