@@ -17,7 +17,7 @@ from thermocline.ids.idmap import IdMap
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.ops import without_padding
 from thermocline.nn.backward_pass import trained_weight
-from thermocline.nn.embedding import Embedding, EmbeddingBag, flat_weights, read_bags, read_ids
+from thermocline.nn.embedding import Embedding, EmbeddingBag, check_tensors, flat_weights, read_bags, read_ids
 from thermocline.nn.inputs import JaggedIds, check_integers, read_features
 from thermocline.nn.prefetch import PrefetchedInput
 from thermocline.nn.read_only import ReadOnlyWeight, refuse_assignment
@@ -93,6 +93,7 @@ class ShardedEmbeddingBag(ShardedTable):
         if input is None:
             return self._every_row()
         ids, offsets, weights = (*input, None, None)[:3]
+        check_tensors(ids, offsets)
         ids_N, offsets = read_bags(ids, offsets, self.include_last_offset)
         weights_N = None if weights is None else flat_weights(ids, weights, self.mode)
         bags = read_features(self.features, {self.features[0]: (ids_N, offsets, weights_N)})

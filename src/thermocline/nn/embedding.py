@@ -208,7 +208,7 @@ class EmbeddingBag(_SingleTable):
         """
         if isinstance(input, PrefetchedInput):
             return self.forward(*input.arguments)
-        _check_tensors(input, offsets)
+        check_tensors(input, offsets)
         weights_N = None if per_sample_weights is None else flat_weights(input, per_sample_weights, self.mode)
         ids_N, offsets = self.take_prefetched([input, offsets]) or read_bags(input, offsets, self.include_last_offset)
         if self.padding_idx is None:
@@ -225,6 +225,7 @@ class EmbeddingBag(_SingleTable):
     def prefetch_request(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> PrefetchRequest:
+        check_tensors(input, offsets)
         bags = read_bags(input, offsets, self.include_last_offset)
         return PrefetchRequest([input, offsets], *bags, bags)
 
@@ -316,8 +317,7 @@ def read_ids(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_bags(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> tuple[Tensor, Tensor]:
-    """Flat ids, and offsets with the end included."""
-    _check_tensors(input, offsets)
+    """Flat ids, and offsets with the end included, of tensors that `check_tensors` has seen."""
     if input.is_nested:
         return read_jagged(input)
     if input.dim() == 2:
@@ -348,7 +348,7 @@ def _row_of_padding(padding_idx: int | None, rows: int) -> int | None:
     return int(padding_idx) % rows
 
 
-def _check_tensors(input: Tensor, offsets: Tensor | None) -> None:
+def check_tensors(input: Tensor, offsets: Tensor | None) -> None:
     check_is_tensor(input)
     if offsets is not None:
         check_is_tensor(offsets, "offsets")
