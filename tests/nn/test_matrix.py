@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import pickle
 import warnings
@@ -70,15 +71,15 @@ def make(cell: Cell, device: str = "cpu") -> Model:
 
 
 def twin(model: Model) -> Model:
-    """The same model of torch's modules, with the same rows."""
+    """The same model of torch's modules, on the CPU, with the same rows."""
     torch.manual_seed(1)
     tables = model.tables
     if isinstance(tables, tc.EmbeddingCollection):
         plain = TwoBags()
-        weights = {f"{name}.weight": tables.read_table(n) for n, name in enumerate("ab")}
+        weights = {f"{name}.weight": tables.read_table(n).cpu() for n, name in enumerate("ab")}
     else:
         plain = nn.EmbeddingBag(ROWS, DIM) if isinstance(tables, tc.EmbeddingBag) else nn.Embedding(ROWS, DIM)
-        weights = {"weight": tables.read_table(0)}
+        weights = {"weight": tables.read_table(0).cpu()}
     plain.load_state_dict(weights)
     found = Model(plain)
     found.top.load_state_dict(model.top.state_dict())
@@ -139,6 +140,7 @@ def captured(model: Model, cell: Cell) -> Callable[[list[Tensor]], None]:
         with torch.cuda.stream(aside):
             steps(model, model, cell.use, given[:1])
         torch.cuda.current_stream().wait_stream(aside)
+        gc.collect()  # a graph of an earlier test that is destroyed during a capture would end it
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             steps(model, model, cell.use, [static])
@@ -195,7 +197,7 @@ def reference(module: str, precision: str, update: str, use: str, device: str) -
     use = use if verdict(Cell(module, precision, "device", update, "eager", use)) is None else "single step"
     plainly = use if use in REFUSALS else "single step"
     cell = Cell(module, precision, "device", update, "eager", plainly)
-    plain = twin(make(cell))
+    plain = twin(make(cell, device))  # a GPU draws other initial rows than the CPU
     model = train(cell, device)
     if precision == "fp32":
         steps(plain, plain, plainly, batches())

@@ -13,6 +13,7 @@ from thermocline import formats as F
 from thermocline.kernels.gpu import row_tiles as R
 from thermocline.kernels.gpu import slots as S
 from thermocline.kernels.gpu.launch import Array, as_tensor, ceil_div, launch, scratch
+from thermocline.kernels.gpu.sort import outside
 from thermocline.kernels.gpu.staged import cache_tensors, is_staged, locate_staged
 from thermocline.kernels.layout import Cache, Layout, Pool
 from thermocline.kernels.stage import area_of
@@ -111,6 +112,10 @@ def _observe(
 ):  # fmt: skip
     """Count hits and misses of a tile; writes 1 to `buckets` for each candidate."""
     begin = tl.program_id(0).to(tl.int64) * TILE
+    if not DISTINCT and outside(keys, begin, count, low, high, TILE):
+        at_T = begin + tl.arange(0, TILE)
+        tl.store(buckets + at_T, tl.zeros((TILE,), tl.uint8), mask=at_T < count)
+        return
     meta, rows, scores, sketch = meta + meta_at, rows + slot, scores + slot, sketch + 4 * slot
     at_T, key_T, mine_T, head_T, word_T = _lookups(keys, meta, begin, count, low, high, DISTINCT, FORMAT, STAGED, TILE)
     hit_T = mine_T & (word_T < 0)

@@ -54,6 +54,13 @@ def advance(clock, hyper):
 
 
 @triton.jit
+def outside(keys, begin, count, low, high, LENGTH: tl.constexpr):
+    """Whether no key of a stretch of ascending keys is in [low, high)."""
+    last = tl.load(keys + tl.minimum(begin + LENGTH, count) - 1)
+    return (last < low) | (tl.load(keys + begin) >= high)
+
+
+@triton.jit
 def _make_keys(
     fields, ids, offsets, weights, keys, places, factors, in_bag, flag, record, clock, hyper,
     ids_count, batch, width, rows_total,
@@ -229,7 +236,8 @@ def _launch_make_keys(
     unpooled, features, errors = mode == F.NONE, len(tables.features), error_buffer(ids_N)
     ids_N, offsets = ids_N.contiguous(), offsets.contiguous()
     weights = keys if weights_N is None else weights_N.contiguous()
-    bags, stride = (128, 1) if count < 4 * features * batch or unpooled else (32, 8)
+    stride = 1 if unpooled else min(8, power_of_two(max(1, count // max(1, features * batch))))
+    bags = max(32, 128 // stride)
     programs = ceil_div(count, bags) + features - 1 if unpooled else features * ceil_div(batch, bags)
     launch(
         _make_keys, programs,

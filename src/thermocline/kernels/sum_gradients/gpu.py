@@ -17,7 +17,7 @@ from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.gpu.launch import Array, as_tensor, ceil_div, launch, scratch
 from thermocline.kernels.gpu.row_tiles import columns, first_words, over_columns, over_rows, tile_shape, zeros_of
-from thermocline.kernels.gpu.sort import SortedLookups, advance, sort_lookups
+from thermocline.kernels.gpu.sort import SortedLookups, advance, outside, sort_lookups
 from thermocline.kernels.gpu.staged import is_staged
 from thermocline.kernels.layout import Layout, TableRun
 
@@ -198,6 +198,9 @@ def _prepare(
     if ADVANCE and tl.program_id(0) == 0:
         advance(clock, hyper)
     begin = tl.program_id(0).to(tl.int64) * CHUNK
+    if not DISTINCT and outside(keys, begin, count, low, high, CHUNK):
+        tl.store(run_counts + tl.program_id(0), 0)
+        return
     _list_runs(keys, meta + meta_at, heads, words, run_counts, begin, count, low, high, DISTINCT, CACHED, STAGED, FORMAT, CHUNK)
     if DISTINCT:
         return
