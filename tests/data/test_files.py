@@ -15,8 +15,10 @@ import torch
 
 from support import has
 from thermocline import BadInput, FormatError
-from thermocline.data.click_files import ClickFile, open_log
+from thermocline.data.click_files import ClickColumns, ClickFile, open_log
 from thermocline.data.click_log import Clicks, rebatch
+from thermocline.heat import profile_files
+from thermocline.heat.log_columns import id_of_text
 
 SAMPLES = 1003
 REAL = Path(os.environ.get("THERMOCLINE_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -172,3 +174,74 @@ def test_csv_with_a_header_is_read_as_parquet_is(tmp_path):
     pyarrow.csv.write_csv(table, tmp_path / "log.csv")
     from_parquet, from_csv = (next(ClickFile(tmp_path / name).chunks()) for name in ("log.parquet", "log.csv"))
     assert all(map(torch.equal, from_parquet, from_csv))
+
+
+def write_clicks(path, head="clicked;shop;price;at", lines=("1;tea;2.5;7.0", "0;rum;;8.0", "1;;3;", "0;tea;-4;7.0")):
+    path.write_text("\n".join([head, *lines]) + "\n")
+    return path
+
+
+ANY = ClickColumns("clicked", ("price",), ("shop", "at"))
+
+
+def test_any_columns_of_csv_are_a_click_log(tmp_path):
+    clicks = Clicks.cat(list(ClickFile(write_clicks(tmp_path / "log.csv"), ANY).chunks()))
+    tea, rum = id_of_text("tea"), id_of_text("rum")
+    assert clicks.label_B.tolist() == [1, 0, 1, 0]
+    assert clicks.ids_BF.tolist() == [[tea, 7], [rum, 8], [0, 0], [tea, 7]]
+    torch.testing.assert_close(clicks.dense_BI[:, 0], torch.tensor([3.5, 1, 4, 1]).log())
+
+
+def test_parquet_has_the_ids_of_csv_and_of_a_heat_profile(tmp_path):
+    table = {"clicked": [True, False, True], "shop": ["tea", None, "0f"], "at": [7.0, math.nan, -3.0], "price": [1, None, 2]}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "log.parquet")
+    clicks = Clicks.cat(list(ClickFile(tmp_path / "log.parquet", ANY).chunks()))
+    assert clicks.ids_BF.tolist() == [[id_of_text("tea"), 7], [0, 0], [id_of_text("0f"), -3]]
+    heat = profile_files([tmp_path / "log.parquet"], ["shop", "at", "clicked"])
+    assert set(heat["shop"].ids_H.tolist()) == set(clicks.ids_BF[[0, 2], 0].tolist()) and heat["shop"].missing == 1
+    assert set(heat["at"].ids_H.tolist()) == {7, -3} and heat["at"].missing == 1
+    assert set(heat["clicked"].ids_H.tolist()) == {0, 1}
+
+
+def test_a_threshold_makes_a_label_of_a_rating(tmp_path):
+    path = write_clicks(tmp_path / "log.csv", lines=["5;a;1;1", "4;b;1;1", "3.5;c;1;1"])
+    columns = ClickColumns("clicked>=4", (), ("shop",))
+    assert next(ClickFile(path, columns).chunks()).label_B.tolist() == [1, 1, 0]
+    with pytest.raises(FormatError, check=has(column="clicked", value=5)):
+        next(ClickFile(path, ClickColumns("clicked", (), ("shop",))).chunks())
+    with pytest.raises(BadInput, check=has(parameter="label")):
+        ClickFile(path, ClickColumns("clicked>=high", (), ("shop",)))
+
+
+def test_bad_lines_of_a_click_log_are_skipped_up_to_a_number(tmp_path):
+    lines = ["1;tea;2.5;7", "0;rum", "x;tea;1;7", "0;tea;much;7", "0;tea;2;7.5", "0;tea;1;8"]
+    path = write_clicks(tmp_path / "log.csv", lines=lines)
+    file = ClickFile(path, ANY, skip_bad=4)
+    assert (file.samples, file.skipped) == (2, 4)
+    assert next(file.chunks()).ids_BF[:, 1].tolist() == [7, 8]
+    with pytest.raises(FormatError, check=has(parameter="skip_bad", needed=4)):
+        ClickFile(path, ANY, skip_bad=3)
+    with pytest.raises(FormatError, check=has(path=str(path))):
+        list(ClickFile(path, ANY).chunks())
+
+
+@pytest.mark.parametrize(
+    "columns, kind, fields",
+    [
+        (ClickColumns("click", (), ("shop",)), FormatError, {"parameter": "label"}),
+        (ClickColumns("clicked", ("cost",), ("shop",)), FormatError, {"parameter": "dense"}),
+        (ClickColumns("clicked", (), ("shop", "where")), FormatError, {"parameter": "ids"}),
+        (ClickColumns("clicked", ("price",), ("price",)), BadInput, {"parameter": "ids", "value": ["price"]}),
+        (ClickColumns("clicked"), FormatError, {"columns": ["at", "clicked", "price", "shop"]}),
+    ],
+)
+def test_columns_that_are_not_there_are_refused_by_name(tmp_path, columns, kind, fields):
+    with pytest.raises(kind, check=has(**fields)):
+        ClickFile(write_clicks(tmp_path / "log.csv"), columns)
+
+
+@pytest.mark.parametrize("values", [[[1, 2], [3]], [0.5, 1.0], [math.inf, 1.0], [1e17, 1.0]])
+def test_values_that_are_no_single_id_are_refused(tmp_path, values):
+    pyarrow.parquet.write_table(pyarrow.table({"label": [0, 1], "C1": values}), tmp_path / "log.parquet")
+    with pytest.raises(FormatError, check=has(column="C1")):
+        list(ClickFile(tmp_path / "log.parquet").chunks())

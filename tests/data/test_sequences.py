@@ -16,6 +16,7 @@ from thermocline.data.sequence_files import open_sequences
 from thermocline.data.sequences import SequenceLog
 from thermocline.data.synthetic_sequences import SyntheticSequences
 from thermocline.data.write_log import write_sequences
+from thermocline.heat.log_columns import id_of_text
 
 DATA = Path(os.environ.get("THERMOCLINE_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 
@@ -95,6 +96,18 @@ def test_interactions_in_any_order_become_histories_in_the_order_of_time(tmp_pat
     assert log.column == "item"
 
 
+@pytest.mark.parametrize("times", ["2026-01-0{} 12:00:00", "2026-01-0{}", "{}.25", "{}"])
+def test_csv_with_other_names_text_items_and_any_time_is_read(tmp_path, times):
+    visits = [("ann", "tea", 3), ("bob", "rum", 1), ("ann", "jam", 1), ("bob", "tea", 2), ("ann", "rum", 2), ("bob", "jam", 3)]
+    lines = [f"{who},{what},{times.format(when)}" for who, what, when in visits]
+    (tmp_path / "log.csv").write_text("\n".join(["visitor,product,at", *lines, "bad"]) + "\n")
+    log = open_sequences(tmp_path / "log.csv", ("visitor", "product", "at"), skip_bad=1, length=9, negatives=1)
+    tea, jam, rum = map(id_of_text, ("tea", "jam", "rum"))
+    assert sorted(samples_of(log)) == sorted([(jam, rum), (rum, tea)]) and log.column == "product"
+    with pytest.raises(BadInput, check=has(parameter="columns")):
+        open_sequences(tmp_path / "log.csv", ("visitor", "product"))
+
+
 def test_lists_are_histories_as_they_are(tmp_path):
     log = open_sequences(write(tmp_path / "log.parquet", items=[[3, 1, 2], [], None, [7, 7, 7, 8]]), negatives=1)
     assert sorted(samples_of(log)) == [(3, 1), (7, 7, 7)] and log.column == "items"
@@ -111,8 +124,9 @@ def test_a_log_is_the_same_from_its_file(tmp_path):
 @pytest.mark.parametrize(
     "columns, kind, fields",
     [
-        ({"user": [1], "item": [2]}, FormatError, {"columns": ["user", "item"]}),
-        ({"user": [1], "item": ["a"], "time": [1]}, FormatError, {"column": "item"}),
+        ({"user": [1], "item": [2]}, FormatError, {"columns": ("user", "item"), "parameter": "columns"}),
+        ({"user": [1], "item": [0.5], "time": [1]}, FormatError, {"column": "item"}),
+        ({"user": [1], "item": ["a"], "time": ["soon"]}, FormatError, {"column": "time"}),
         ({"user": [1], "item": [None], "time": [1]}, FormatError, {"column": "item"}),
         ({"items": [1, 2]}, FormatError, {"column": "items"}),
         ({"items": [[1, 2]]}, BadInput, {}),
@@ -120,12 +134,12 @@ def test_a_log_is_the_same_from_its_file(tmp_path):
 )
 def test_files_that_are_no_log_are_refused(tmp_path, columns, kind, fields):
     path = write(tmp_path / "log.parquet", **columns)
-    with pytest.raises(kind, check=has(path=path, **fields)):
+    with pytest.raises(kind, check=has(path=str(path), **fields)):
         open_sequences(path)
 
 
 def test_a_file_that_is_not_there_is_named():
-    with pytest.raises(BadInput, check=has(path=Path("nowhere.parquet"))):
+    with pytest.raises(BadInput, check=has(path="nowhere.parquet")):
         open_sequences("nowhere.parquet")
 
 

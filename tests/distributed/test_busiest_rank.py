@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.plan.baselines import make_baseline_plan
 from thermocline.distributed.simulation.simulator import RankBatches, simulate
-from thermocline.heat.log_reader import LogIds
+from thermocline.heat.log_columns import LogIds
 from thermocline.heat.profiler import profile_batches
 from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology

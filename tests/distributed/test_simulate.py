@@ -17,8 +17,9 @@ from thermocline.cli import app
 from thermocline.distributed.exchange.traffic_meter import TrafficRecord
 from thermocline.distributed.simulation.log import SimulationLog
 from thermocline.distributed.simulation.simulator import RankBatches, simulate
+from thermocline.heat.log_columns import LogIds
 from thermocline.heat.log_files import profile_files
-from thermocline.heat.log_reader import LogFile, LogIds
+from thermocline.heat.log_reader import LogFile
 from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology
 

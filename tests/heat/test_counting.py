@@ -16,7 +16,7 @@ from thermocline.heat import profiler as profiling
 from thermocline.heat.cardinality import ERROR
 from thermocline.heat.counter import SMALLEST, IdCounter, make_room, reserved
 from thermocline.heat.hash_counter import COUNT, ID, MOST, SLACK, USED
-from thermocline.heat.log_reader import LogIds
+from thermocline.heat.log_columns import LogIds
 from thermocline.heat.profile import HOT
 from thermocline.heat.profiler import REST, Profiler, ProfilerSettings, profile_batches
 

@@ -11,7 +11,8 @@ from pyarrow import parquet
 from support import has
 from thermocline.errors import FormatError
 from thermocline.heat import log_files, profile_files
-from thermocline.heat.log_reader import LogFile, id_of_text, open_logs
+from thermocline.heat.log_columns import id_of_text
+from thermocline.heat.log_reader import LogFile, open_logs
 
 from .test_cli import heat
 

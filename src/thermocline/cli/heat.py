@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from rich import box
 
 from thermocline.errors import BadInput, write_text
 
-from .options import Debug, Json, Quiet, check_file, command_group
+from .options import Debug, Json, Quiet, check_file, column_names, command_group
 from .output import console, deliver, print_table, progress_bar, stop_on_interrupt
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def profile(
     try:
         with progress_bar(quiet) as progress, stop_on_interrupt() as stop:
             progress(0, 1, "opening")
-            files, names = open_logs(logs, _names(columns), skip_bad)
+            files, names = open_logs(logs, column_names(columns), skip_bad)
             heat = count_files(files, names, settings, partial, progress, stop)
     except ProfilingInterrupted as kept:
         print(f"thermocline: {kept}", file=sys.stderr)
@@ -168,17 +167,3 @@ def _print(heat: HeatProfile, title: str) -> None:
     caption = f"hottest, repeats, kept: percent of lookups; curve: from 0.001% of the rows to all; {heat.source}"
     heads = ("table", *counts, *hottest, *repeats, "kept by\n1%", "kept by\n5%", "curve")
     print_table(heads, rows, ("table", "curve"), title=title, caption=caption, **_LINED)
-
-
-def _names(columns: str) -> list[str]:
-    """Comma-separated names; C1..C26 is a range."""
-    names: list[str] = []
-    for word in filter(None, (word.strip() for word in columns.split(","))):
-        ends = re.fullmatch(r"(.*?)(\d+)\.\.(.*?)(\d+)", word)
-        if ends is None:
-            names.append(word)
-        elif ends[1] != ends[3] or int(ends[2]) > int(ends[4]):
-            raise BadInput(f"'{word}' is not a range of columns; write it as C1..C26", parameter="columns", value=word)
-        else:
-            names += [f"{ends[1]}{number}" for number in range(int(ends[2]), int(ends[4]) + 1)]
-    return names

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import typer
+
+from thermocline.errors import BadInput
 
 DeviceName = Literal["cpu", "cuda"]
 T = TypeVar("T", str, Path)
@@ -57,3 +60,17 @@ Device = Annotated[DeviceName | None, typer.Option("--device", help="Run on this
 def command_group(help: str, example: str) -> typer.Typer:
     """A command with subcommands, whose help ends with an example."""
     return typer.Typer(help=help, epilog=f"Example:  {example}", no_args_is_help=True)
+
+
+def column_names(columns: str, parameter: str = "columns") -> list[str]:
+    """Comma-separated names; C1..C26 is a range."""
+    names: list[str] = []
+    for word in filter(None, (word.strip() for word in columns.split(","))):
+        ends = re.fullmatch(r"(.*?)(\d+)\.\.(.*?)(\d+)", word)
+        if ends is None:
+            names.append(word)
+        elif ends[1] != ends[3] or int(ends[2]) > int(ends[4]):
+            raise BadInput(f"'{word}' is not a range of columns; write it as C1..C26", parameter=parameter, value=word)
+        else:
+            names += [f"{ends[1]}{number}" for number in range(int(ends[2]), int(ends[4]) + 1)]
+    return names

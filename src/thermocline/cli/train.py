@@ -13,7 +13,7 @@ import typer
 
 from thermocline.errors import BadInput, ThermoclineError, write_text
 
-from .options import Debug, Device, Json, Page, Quiet, check_file, check_folder, command_group
+from .options import Debug, Device, Json, Page, Quiet, check_file, check_folder, column_names, command_group
 from .output import deliver, print_table, progress_bar, stop_on_interrupt
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _CACHE = 0.05
 
 # Options of both models.
+SkipBad = Annotated[
+    int, typer.Option("--skip-bad", min=0, metavar="LINES", help="Leave out up to this many bad lines of a text file.")
+]
 Hash = Annotated[
     int | None, typer.Option("--hash", min=1, metavar="ROWS", help="Hash the ids of --data to this number of rows per table.")
 ]
@@ -56,12 +59,22 @@ Logdir = Annotated[
 app = command_group("Train a reference model.", "thermocline train dlrm --precision int8")
 
 
-@app.command(epilog="Example:  thermocline train dlrm --data train.txt.gz --precision int8 --checkpoint run1")
+@app.command(epilog="Example:  thermocline train dlrm --data clicks.csv --label clicked --ids user,item --precision int8")
 def dlrm(
     data: Annotated[
         Path | None,
-        typer.Option("--data", metavar="FILE", help="Criteo TSV or Parquet, or MovieLens pairs. [default: a synthetic log]"),
+        typer.Option("--data", metavar="FILE", help="Parquet, CSV with a header, or Criteo TSV. [default: a synthetic log]"),
     ] = None,
+    label: Annotated[
+        str, typer.Option("--label", metavar="COLUMN", help="Label column of 0 and 1; or COLUMN>=NUMBER.", show_default="label")
+    ] = "",
+    ids: Annotated[
+        str, typer.Option("--ids", help="Id columns, such as user,item or C1..C26.", show_default="C1, C2, ...")
+    ] = "",
+    dense: Annotated[
+        str, typer.Option("--dense", help="Columns of numbers, such as price,age or I1..I13.", show_default="I1, I2, ...")
+    ] = "",
+    skip_bad: SkipBad = 0,
     test: Annotated[
         Path | None, typer.Option("--test", metavar="FILE", help="Test log. [default: the last 20% of --data]")
     ] = None,
@@ -100,11 +113,16 @@ def dlrm(
     With --checkpoint, Ctrl-C saves, and the same command resumes.
     """
     _passive_openmp()
+    from thermocline.data.click_files import CRITEO, ClickColumns
     from thermocline.train import DLRMRun, DLRMSettings, init_ranks
 
     _check_planned(plan, run, precision=precision, cache=cache, budget=budget)
+    columns = ClickColumns(label, tuple(column_names(dense, "dense")), tuple(column_names(ids, "ids")))
+    if data is None and (columns != CRITEO or skip_bad):
+        raise BadInput("--label, --ids, --dense and --skip-bad describe a file; name it with --data", parameter="data")
     settings = DLRMSettings(
-        data=data, test=test, samples=samples, rows=rows, hashed=hashed, precision=precision or "int8", budget=budget,
+        data=data, test=test, columns=columns, skip_bad=skip_bad, samples=samples, rows=rows, hashed=hashed,
+        precision=precision or "int8", budget=budget,
         cache=_CACHE if cache is None and precision != "auto" else cache or 0.0, policy=policy, residency=residency,
         dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=device or "cpu",
     )  # fmt: skip
@@ -112,12 +130,16 @@ def dlrm(
         _finish(DLRMRun(settings, checkpoint, ranks=ranks), logdir, run, report, json, quiet)
 
 
-@app.command(epilog="Example:  thermocline train sequence --data log.parquet --precision int8 --checkpoint run1")
+@app.command(epilog="Example:  thermocline train sequence --data log.csv --columns visitor,product,at --precision int8")
 def sequence(
     data: Annotated[
         Path | None,
-        typer.Option("--data", metavar="FILE", help="Parquet with user, item, time; or lists of items. [default: synthetic]"),
+        typer.Option("--data", metavar="FILE", help="Parquet, or CSV with a header. [default: a synthetic log]"),
     ] = None,
+    columns: Annotated[
+        str, typer.Option("--columns", help="Columns of user, item and time; or one of lists.", show_default="user,item,time")
+    ] = "",
+    skip_bad: SkipBad = 0,
     users: Annotated[int, typer.Option("--users", min=1, help="Histories of the synthetic log.")] = 20_000,
     items: Annotated[int, typer.Option("--items", min=32, help="Items of the synthetic log.")] = 10_000,
     hashed: Hash = None,
@@ -154,8 +176,11 @@ def sequence(
     from thermocline.train import SequenceRun, SequenceSettings, init_ranks
 
     _check_planned(plan, run, precision=precision, cache=cache)
+    if data is None and (columns or skip_bad):
+        raise BadInput("--columns and --skip-bad describe a file; name it with --data", parameter="data")
     settings = SequenceSettings(
-        data=data, users=users, items=items, hashed=hashed, precision=precision or "int8",
+        data=data, columns=tuple(column_names(columns)), skip_bad=skip_bad, users=users, items=items,
+        hashed=hashed, precision=precision or "int8",
         cache=_CACHE if cache is None else cache, policy=policy, dim=dim, length=length, blocks=blocks, heads=heads,
         negatives=negatives, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=device or "cpu",
     )  # fmt: skip

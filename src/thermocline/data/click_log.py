@@ -42,6 +42,10 @@ class ClickLog(Protocol):
         """Rows of the table of each feature."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the features."""
+
+    @property
     def dense(self) -> int:
         """Dense features of a sample."""
 
@@ -62,6 +66,10 @@ class MemoryLog:
     shuffle: int | None = None
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return criteo_names(len(self.rows))
+
+    @property
     def dense(self) -> int:
         return self.clicks.dense_BI.shape[1]
 
@@ -79,6 +87,11 @@ class MemoryLog:
                 yield self.clicks.narrow(start, size)
             else:
                 yield Clicks(*(part[order_N[start : start + size]] for part in self.clicks))
+
+
+def criteo_names(features: int) -> tuple[str, ...]:
+    """C1, C2, ..."""
+    return tuple(f"C{feature + 1}" for feature in range(features))
 
 
 def heat_of(log: ClickLog) -> list[Tensor]:

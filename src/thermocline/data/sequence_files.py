@@ -1,75 +1,114 @@
-"""Histories from Parquet files.
+"""Histories from Parquet, or from CSV with a header.
 
-user, item, time      one interaction per row, in any order; the time column is `time`, `timestamp`, `ts`, `ts_ms` or `ts_s`
-items                 one history per row, oldest item first
+user, item, time      one interaction per row, in any order; times are numbers, timestamps, or text such as 2026-01-31 12:00:00
+items                 one history per row, oldest item first (Parquet)
+
+Other names are given as `columns`. Items and users are whole numbers or text, as in a heat profile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from thermocline.errors import BadInput, FormatError
-from thermocline.heat.log_reader import parquet_file
+from thermocline.heat.log_columns import bags_of_ids, one_id_each
+from thermocline.heat.log_reader import LogFile, without_bad_lines
 
-from .sequences import Ints, SequenceLog, by_user
+from .sequences import SequenceLog, by_user
 
 TIMES = ("time", "timestamp", "ts", "ts_ms", "ts_s")
 ITEM, ITEMS, USER = "item", "items", "user"
+CHUNK = 1 << 16
 
 
-def open_sequences(path: Path | str, **settings: Any) -> SequenceLog:
-    """The histories of a file; `settings` are fields of `SequenceLog`."""
-    path = Path(path)
-    if not path.is_file():
-        message = f"there is no file '{path}'; give a Parquet file with the columns user, item and time, or items"
-        raise BadInput(message, path=path)
-    file = parquet_file(path)
-    names = file.schema_arrow.names
-    if ITEMS in names:
-        log = _lists(file, path, settings)
+def open_sequences(path: Path | str, columns: Sequence[str] = (), skip_bad: int = 0, **settings: Any) -> SequenceLog:
+    """The histories of a file.
+
+    `columns` are those of user, item and time, or one of lists. `skip_bad` bad lines, at most, are left out. `settings` are
+    fields of `SequenceLog`.
+    """
+    file = LogFile(Path(path))
+    columns = tuple(columns) or _found(file)
+    if missing := [name for name in columns if name not in file.names]:
+        message = f"'{path}' has no column {', '.join(missing)}; it has {', '.join(file.names)}"
+        raise FormatError(message, path=str(path), parameter="columns", columns=file.names)
+    if len(columns) == 1:
+        log = _lists(file, columns[0], settings)
+    elif len(set(columns)) == 3:
+        numbers = tuple(file.float_columns.intersection(columns[2:]))
+        ids = [name for name in columns if name not in numbers]
+        file = without_bad_lines([file], ids, numbers, skip_bad)[0]
+        log = _interactions(file, columns, numbers, settings)
     else:
-        log = _interactions(file, path, settings)
+        message = f"columns are {', '.join(columns)}; name those of user, item and time, or one of lists"
+        raise BadInput(message, parameter="columns", value=columns)
     if not log.samples or not log.trials:
         raise BadInput(
             f"'{path}' has {log.samples} training samples and {log.trials} test histories of 3 or more items; both are needed",
-            path=path,
+            path=str(path),
         )
     return log
 
 
-def _interactions(file: Any, path: Path, settings: dict[str, Any]) -> SequenceLog:
-    names = file.schema_arrow.names
-    time = next((name for name in TIMES if name in names), None)
-    if time is None or not {USER, ITEM} <= set(names):
-        needed = f"user, item and a time ({', '.join(TIMES)}), or items"
-        raise FormatError(f"'{path}' has the columns {', '.join(names)}; a sequence log has {needed}", path=path, columns=names)
-    table = file.read(columns=[USER, ITEM, time])
-    user_N, item_N, time_N = (_integers(table.column(name), name, path) for name in (USER, ITEM, time))
-    return by_user(user_N, item_N, time_N, column=ITEM, **settings)
+def _found(file: LogFile) -> tuple[str, ...]:
+    if ITEMS in file.names:
+        return (ITEMS,)
+    time = next((name for name in TIMES if name in file.names), None)
+    if time is None or not {USER, ITEM} <= set(file.names):
+        needed = f"user, item and a time ({', '.join(TIMES)}), or items; name others with --columns"
+        message = f"'{file.path}' has the columns {', '.join(file.names)}; a sequence log has {needed}"
+        raise FormatError(message, path=str(file.path), parameter="columns", columns=file.names)
+    return USER, ITEM, time
 
 
-def _lists(file: Any, path: Path, settings: dict[str, Any]) -> SequenceLog:
+def _interactions(file: LogFile, columns: Sequence[str], numbers: Sequence[str], settings: dict[str, Any]) -> SequenceLog:
+    parts: list[list[NDArray[Any]]] = [[], [], []]
+    for batch in file.batches(columns, 0, CHUNK, numbers):
+        for name, part, read in zip(columns, parts, (_ids, _ids, _times), strict=True):
+            column = batch.column(name)
+            if column.null_count:
+                message = f"column '{name}' of '{file.path}' has {column.null_count} missing values or more; fill or drop them"
+                raise FormatError(message, path=str(file.path), column=name, missing=column.null_count)
+            part.append(read(file, name, column))
+    user_N, item_N, time_N = (np.concatenate(part) if part else np.empty(0, np.int64) for part in parts)
+    return by_user(user_N, item_N, time_N, column=columns[1], **settings)
+
+
+def _ids(file: LogFile, name: str, column: Any) -> NDArray[Any]:
+    return one_id_each(file.path, name, column, missing=0)
+
+
+def _times(file: LogFile, name: str, column: Any) -> NDArray[Any]:
+    """Times as numbers that can be sorted."""
     import pyarrow
-
-    column = file.read(columns=[ITEMS]).column(ITEMS).combine_chunks()
-    if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
-        message = f"column {ITEMS!r} of '{path}' is {column.type}; a history is a list of integers"
-        raise FormatError(message, path=path, column=ITEMS)
-    lengths = np.nan_to_num(column.value_lengths().to_numpy(zero_copy_only=False)).astype(np.int64)  # a null is empty
-    items_N = _integers(column.flatten(), ITEMS, path)
-    return SequenceLog(items_N, np.concatenate([[0], np.cumsum(lengths)]), column=ITEMS, **settings)
-
-
-def _integers(column: Any, name: str, path: Path) -> Ints:
-    import pyarrow
+    from pyarrow import types
 
     kind = column.type
-    if pyarrow.types.is_timestamp(kind):
-        column = column.cast(pyarrow.int64())
-    elif not pyarrow.types.is_integer(kind) or column.null_count:
-        message = f"column {name!r} of '{path}' is {kind} with {column.null_count} nulls; it must hold integers without nulls"
-        raise FormatError(message, path=path, column=name)
-    return np.array(column.to_numpy(), np.int64)
+    try:
+        if types.is_string(kind) or types.is_large_string(kind):
+            column = column.cast(pyarrow.timestamp("us"))
+        if types.is_date(column.type):
+            column = column.cast(pyarrow.timestamp("ms"))
+        if types.is_timestamp(column.type):
+            column = column.cast(pyarrow.int64())
+    except pyarrow.ArrowInvalid as error:
+        raise FormatError(f"column '{name}' of '{file.path}' is no time: {error}", path=str(file.path), column=name) from None
+    if not types.is_integer(column.type) and not types.is_floating(column.type):
+        message = f"column '{name}' of '{file.path}' is {kind}; a time is a number, a timestamp, or text of one"
+        raise FormatError(message, path=str(file.path), column=name, value=str(kind))
+    return np.asarray(column.to_numpy(zero_copy_only=False))
+
+
+def _lists(file: LogFile, name: str, settings: dict[str, Any]) -> SequenceLog:
+    found = [bags_of_ids(file.path, name, batch.column(name)) for batch in file.batches([name], 0, CHUNK)]
+    if any(bags.offsets is None for bags in found):
+        message = f"column '{name}' of '{file.path}' has one item per row; a history is a list of items"
+        raise FormatError(message, path=str(file.path), column=name)
+    items_N = np.concatenate([np.empty(0, np.int64), *(bags.ids_N for bags in found)])
+    lengths = [np.diff(bags.offsets) for bags in found if bags.offsets is not None]
+    return SequenceLog(items_N, np.cumsum(np.concatenate([[0], *lengths]).astype(np.int64)), column=name, **settings)

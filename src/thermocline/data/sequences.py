@@ -182,7 +182,7 @@ def _ranges(begin_B: Ints, end_B: Ints) -> tuple[Ints, Tensor]:
     return at_N, torch.from_numpy(offsets)
 
 
-def by_user(user_N: Ints, item_N: Ints, time_N: Ints, **settings: Any) -> SequenceLog:
+def by_user(user_N: Ints, item_N: Ints, time_N: NDArray[Any], **settings: Any) -> SequenceLog:
     """Histories from interactions in any order, sorted by user and time; ties keep their order."""
     order_N = np.lexsort((time_N, user_N))
     begins = np.flatnonzero(np.diff(user_N[order_N], prepend=user_N[order_N[:1]] - 1))

@@ -31,7 +31,7 @@ from torch import Tensor
 from thermocline.errors import BadInput
 
 from .click_files import transform_dense
-from .click_log import Clicks, rebatch
+from .click_log import Clicks, criteo_names, rebatch
 from .random_bits import bits, key_of, keys, right
 from .zipf import MAX_ROWS, Zipf
 
@@ -79,6 +79,10 @@ class SyntheticLog:
     device: str = "cpu"
     exponent: float = 1.05
     dense = DENSE
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return criteo_names(len(self.rows))
 
     def __post_init__(self) -> None:
         if not self.rows or not 1 <= min(self.rows) <= max(self.rows) <= MAX_ROWS:

@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from thermocline.errors import BadInput
 
-from .log_reader import LogFile, LogIds, open_logs
+from .log_columns import LogIds
+from .log_reader import LogFile, open_logs
 from .profile import HeatProfile
 from .profiler import Profiler, ProfilerSettings
 

@@ -1,8 +1,7 @@
 """Logs as streams of ids: Parquet, CSV with a header, and Criteo's TSV, in chunks of bounded size.
 
-A column holds one id per sample, or a list. Ids are raw 64 bits; uint64 beyond 2^63 reads as negative. Text becomes an id by a
-hash (`id_of_text`). A null is no lookup and is counted as missing. In Criteo's TSV a missing category is the id 0, as in
-training from such a file.
+A column holds one id per sample, or a list; `log_columns.py` says which values are ids. A null is no lookup and is counted as
+missing. In Criteo's TSV a missing category is the id 0, as in training from such a file.
 
     ending                        format
     .parquet .pq                  Parquet: integers, text, or lists of them
@@ -17,52 +16,25 @@ text is counted first, because slices of equal length need the number. With `ski
 from __future__ import annotations
 
 import csv as plain_csv
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thermocline.errors import BadInput, FormatError
 
-from .profile import Ints
+from .log_columns import LogIds, bags_of_ids, from_hexadecimal
 
 TSV_NAMES = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
 LARGEST_CHUNK = 1 << 16  # samples
 VALUES = 1 << 20  # of a chunk, in all columns
 BLOCK = 1 << 23  # bytes of text read at a time
 HEAD, HEAD_LINES = 1 << 18, 1000  # bytes and lines that tell numbers from text
-
-
-def id_of_text(text: str) -> int:
-    """The id of a text: BLAKE2b of its UTF-8 bytes with a digest of 8 bytes, as a little-endian signed integer."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-class LogIds(NamedTuple):
-    """The ids of some samples: one each, or those between two offsets."""
-
-    ids_N: Ints
-    offsets: Ints | None = None  # samples + 1
-    missing: int = 0
-
-    @property
-    def samples(self) -> int:
-        return len(self.ids_N) if self.offsets is None else len(self.offsets) - 1
-
-    def part(self, first: int, last: int) -> LogIds:
-        """Samples `first` to `last`. Missing ids belong to the first part."""
-        missing = self.missing if first == 0 else 0
-        if self.offsets is None:
-            return LogIds(self.ids_N[first:last], None, missing)
-        begin, end = self.offsets[first], self.offsets[last]
-        return LogIds(self.ids_N[begin:end], self.offsets[first : last + 1] - begin, missing)
 
 
 @dataclass(frozen=True)
@@ -72,6 +44,7 @@ class LogFile:
     path: Path
     skip_bad: bool = False  # leave out bad lines of a file with a header
     wanted: tuple[str, ...] = ()  # columns whose bad values make a line bad
+    numbers: tuple[str, ...] = ()  # those of them that are numbers instead of ids
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
@@ -102,13 +75,19 @@ class LogFile:
     @cached_property
     def text_columns(self) -> frozenset[str]:
         """The columns of a CSV file that have text."""
+        known = self._first_values.items()
+        return frozenset(name for name, of in known if sum(not _is_number(value) for value in of) > len(of) / 10)
+
+    @cached_property
+    def float_columns(self) -> frozenset[str]:
+        """The columns of a CSV file that have numbers with a decimal point, as pandas writes integers beside missing ones."""
+        known = self._first_values.items()
+        return frozenset(name for name, of in known if name not in self.text_columns and any("." in value for value in of))
+
+    @cached_property
+    def _first_values(self) -> dict[str, list[str]]:
         rows = list(plain_csv.reader(self._head.splitlines()[: HEAD_LINES + 1], delimiter=self.delimiter))[1:]
-        found = set()
-        for at, name in enumerate(self.names):
-            values = [row[at] for row in rows if at < len(row) and row[at]]
-            if sum(not _is_number(value) for value in values) > len(values) / 10:
-                found.add(name)
-        return frozenset(found)
+        return {name: [row[at] for row in rows if at < len(row) and row[at]] for at, name in enumerate(self.names)}
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -125,7 +104,7 @@ class LogFile:
         if self.kind == "parquet":
             return int(parquet_file(self.path).metadata.num_rows)
         if self.skips:
-            return sum(batch.num_rows for batch in self._text(self.wanted))
+            return sum(batch.num_rows for batch in self._text(self.wanted, self.numbers))
         return self._lines
 
     @property
@@ -148,12 +127,16 @@ class LogFile:
     def chunks(self, columns: Sequence[str], first: int = 0) -> Iterator[dict[str, LogIds]]:
         """The ids of these columns from sample `first` on."""
         rows = max(1 << 8, min(LARGEST_CHUNK, int(VALUES / self._values_per_sample(columns))))
-        hexadecimal = self.kind == "tsv"
         for batch in self.batches(columns, first, rows):
-            yield {name: self._bags(name, batch.column(name), hexadecimal) for name in columns}
+            yield {name: self._ids(name, batch.column(name)) for name in columns}
+
+    def _ids(self, name: str, array: Any) -> LogIds:
+        if self.kind == "tsv":
+            return LogIds(from_hexadecimal(self.path, name, array))
+        return bags_of_ids(self.path, name, array)
 
     def batches(self, columns: Sequence[str], first: int, rows: int, numbers: Sequence[str] = ()) -> Iterator[Any]:
-        """Record batches of at most `rows` samples from sample `first` on. Text is read as fp32 in the columns `numbers`."""
+        """Record batches of at most `rows` samples from sample `first` on. The columns `numbers` of text are read as floats."""
         read = self._parquet_from(columns, first, rows) if self.kind == "parquet" else (self._text(columns, numbers), first)
         batches, skip = read
         for batch in batches:
@@ -183,9 +166,10 @@ class LogFile:
         from pyarrow import csv
 
         tsv = self.kind == "tsv"
-        text = [name for name in columns if tsv or self.skips or name in self.text_columns]
-        types = {name: pyarrow.string() if name in text else pyarrow.int64() for name in columns}
-        types |= dict.fromkeys(numbers, pyarrow.float32())
+        by_line = self.skips and not tsv  # texts first, so that bad lines are found one by one
+        text = [name for name in columns if by_line or (name not in numbers and (tsv or name in self.text_columns))]
+        types = dict.fromkeys(columns, pyarrow.int64()) | dict.fromkeys(self.float_columns, pyarrow.float64())
+        types |= dict.fromkeys(numbers, pyarrow.float64()) | dict.fromkeys(text, pyarrow.string())
         skip = (lambda row: "skip") if self.skips else None
         parse = csv.ParseOptions(
             delimiter="\t" if tsv else self.delimiter, quote_char=not tsv and '"', invalid_row_handler=skip
@@ -201,67 +185,30 @@ class LogFile:
                         null_values=[""] if tsv else None, strings_can_be_null=bool(text),
                     ),
                 )  # fmt: skip
-                yield from map(self._without_bad, batches) if self.skips and not tsv else batches
+                yield from (self._without_bad(each, numbers) for each in batches) if by_line else batches
         except pyarrow.ArrowInvalid as error:
-            form = "Criteo's TSV (label, 13 numbers, 26 categories)" if tsv else "CSV with integers in these columns"
-            way_out = "" if self.skips or numbers else "; --skip-bad N leaves out up to N bad lines"
+            form = "Criteo's TSV (label, 13 numbers, 26 categories)" if tsv else "CSV with numbers in these columns"
+            way_out = "" if self.skips else "; --skip-bad N leaves out up to N bad lines"
             message = f"'{self.path}' is not {form}: {error}{way_out}"
             raise FormatError(message, path=str(self.path), expected=self.kind) from None
 
-    def _without_bad(self, batch: Any) -> Any:
-        """A batch of text without the lines that have no integer in a column of integers."""
+    def _without_bad(self, batch: Any, numbers: Sequence[str]) -> Any:
+        """A batch of text without the lines that have no number in a column of numbers."""
         import pyarrow
 
         made, good_N = [], np.ones(batch.num_rows, bool)
         for name in batch.schema.names:
             column = batch.column(name)
-            if name not in self.text_columns:
+            if name in numbers or name not in self.text_columns:
+                kind, read = (pyarrow.float64(), _number) if name in numbers else (pyarrow.int64(), _integer)
                 try:
-                    column = column.cast(pyarrow.int64())
+                    column = column.cast(kind)
                 except pyarrow.ArrowInvalid:
-                    read = [None if value is None else _integer(value) for value in column.to_pylist()]
-                    good_N &= np.array([value is not False for value in read])
-                    column = pyarrow.array([None if value is False else value for value in read], pyarrow.int64())
+                    values = [None if text is None else read(text) for text in column.to_pylist()]
+                    good_N &= np.array([value is not False for value in values])
+                    column = pyarrow.array([None if value is False else value for value in values], kind)
             made.append(column)
         return pyarrow.RecordBatch.from_arrays(made, batch.schema.names).filter(pyarrow.array(good_N))
-
-    def _bags(self, name: str, array: Any, hexadecimal: bool) -> LogIds:
-        import pyarrow
-
-        if hexadecimal:
-            return LogIds(self.from_hexadecimal(name, array))
-        if pyarrow.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
-        is_list = pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type)
-        values, offsets, missing = array, None, array.null_count
-        if is_list or pyarrow.types.is_fixed_size_list(array.type):
-            offsets = _running(_numpy(array.value_lengths().fill_null(0)).astype(np.int64))
-            values = array.flatten()
-        if pyarrow.types.is_string(values.type) or pyarrow.types.is_large_string(values.type):
-            values = _hashed(values)
-        if not pyarrow.types.is_integer(values.type):
-            message = f"column '{name}' of '{self.path}' is {array.type}; ids are integers, text, or lists of them"
-            raise FormatError(message, path=str(self.path), column=name, value=str(array.type))
-        if values.null_count:
-            before_N = _running(_numpy(values.is_valid()).astype(np.int64))
-            missing = missing if offsets is None else missing + values.null_count
-            offsets = before_N if offsets is None else before_N[offsets]
-            values = values.drop_null()
-        return LogIds(_numpy(values).astype(np.int64), offsets, missing)
-
-    def from_hexadecimal(self, name: str, array: Any) -> Ints:
-        """Hexadecimal text as numbers; missing values are 0."""
-        from pyarrow import compute
-
-        text = compute.utf8_lpad(array.fill_null(""), 8, padding="0")
-        fits = compute.all(compute.equal(compute.binary_length(text), 8)).as_py()
-        if fits is not False:
-            begin, letters = 8 * text.offset, np.frombuffer(text.buffers()[2] or b"", np.uint8)
-            digits_N8 = _DIGIT[letters[begin : begin + 8 * len(text)]].reshape(-1, 8)
-            if (digits_N8 >= 0).all():
-                return np.asarray((digits_N8 << np.arange(28, -1, -4)).sum(1), np.int64)
-        message = f"column '{name}' of '{self.path}' has a category that is not a hexadecimal number of at most 8 digits"
-        raise FormatError(message, path=str(self.path), column=name, expected="hexadecimal")
 
 
 def open_logs(paths: Sequence[Path | str], columns: Sequence[str], skip_bad: int = 0) -> tuple[list[LogFile], list[str]]:
@@ -292,35 +239,36 @@ def open_logs(paths: Sequence[Path | str], columns: Sequence[str], skip_bad: int
                 f"column '{name}' has text in {', '.join(paths_with_text)} and numbers in other files; ids would not agree"
             )
             raise FormatError(message, path=paths_with_text[0], column=name)
-    if skip_bad:
-        files = [replace(file, skip_bad=True, wanted=tuple(wanted)) for file in files]
-        if (bad := sum(file.skipped for file in files)) > skip_bad:
-            message = f"{bad:,} lines are bad, and skip_bad is {skip_bad:,}; repair them, or skip {bad:,}"
-            raise FormatError(message, parameter="skip_bad", value=skip_bad, needed=bad)
-    return files, wanted
+    return without_bad_lines(files, wanted, (), skip_bad), wanted
+
+
+def without_bad_lines(files: Sequence[LogFile], ids: Sequence[str], numbers: Sequence[str], skip_bad: int) -> list[LogFile]:
+    """The files without the lines that are bad in these columns; more than `skip_bad` raise."""
+    if not skip_bad:
+        return list(files)
+    found = [replace(file, skip_bad=True, wanted=(*ids, *numbers), numbers=tuple(numbers)) for file in files]
+    if (bad := sum(file.skipped for file in found)) > skip_bad:
+        message = f"{bad:,} lines are bad, and skip_bad is {skip_bad:,}; repair them, or skip {bad:,}"
+        raise FormatError(message, parameter="skip_bad", value=skip_bad, needed=bad)
+    return found
 
 
 def _is_number(text: str) -> bool:
+    return _number(text) is not False
+
+
+def _number(text: str) -> float | Literal[False]:
     try:
-        float(text)
+        return float(text)
     except ValueError:
         return False
-    return True
 
 
 def _integer(text: str) -> int | Literal[False]:
-    """A number of 64 bits, or False."""
-    value = int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,19}\s*", text) else 1 << 63
+    """A number of 64 bits, or False; 12.0 is 12."""
+    whole = re.fullmatch(r"\s*([+-]?[0-9]{1,19})(\.0*)?\s*", text)
+    value = int(whole[1]) if whole else 1 << 63
     return -(1 << 63) <= value < 1 << 63 and value
-
-
-def _hashed(texts: Any) -> Any:
-    """The ids of texts."""
-    import pyarrow
-
-    coded = texts.dictionary_encode()
-    ids = [id_of_text(text) for text in coded.dictionary.to_pylist()]
-    return pyarrow.array(ids, pyarrow.int64()).take(coded.indices)
 
 
 def parquet_file(path: Path) -> Any:
@@ -344,16 +292,3 @@ def _stream(path: Path) -> Iterator[Any]:
             yield stream
     except OSError as error:  # also what a broken .gz raises
         raise FormatError(f"'{path}' cannot be read: {error}", path=str(path)) from None
-
-
-def _numpy(array: Any) -> NDArray[Any]:
-    return np.asarray(array.to_numpy(zero_copy_only=False))
-
-
-def _running(lengths_B: Ints) -> Ints:
-    return np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int64)
-
-
-_DIGIT = np.full(256, -1, np.int64)
-for _value, _letter in enumerate("0123456789abcdef"):
-    _DIGIT[[ord(_letter), ord(_letter.upper())]] = _value

@@ -21,7 +21,7 @@ from thermocline.errors import BadInput, FormatError
 
 from .counter import IdCounter, make_room
 from .heat_file import read_arrays, write_arrays
-from .log_reader import LogIds
+from .log_columns import LogIds
 from .profile import HeatProfile
 
 SLICES = 8

@@ -55,7 +55,7 @@ class RunFolder:
             raise BadInput(words, parameter="checkpoint", path=self.path)
         saved = progress["settings"]
         for name, value in self.settings.items():
-            if name not in _FREE and saved.get(name) != value:
-                words = f"'{self.path}' holds a run with {name} {saved.get(name)}, not {value}"
+            if name not in _FREE and name in saved and saved[name] != value:
+                words = f"'{self.path}' holds a run with {name} {saved[name]}, not {value}"
                 way_out = "repeat its command to resume it, or use another folder"
-                raise BadInput(f"{words}; {way_out}", parameter=name, value=value, saved=saved.get(name))
+                raise BadInput(f"{words}; {way_out}", parameter=name, value=value, saved=saved[name])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from thermocline.data.click_files import FileLog, open_log
+from thermocline.data.click_files import CRITEO, ClickColumns, FileLog, open_log
 from thermocline.data.click_log import ClickLog, heat_of
 from thermocline.data.sequence_files import open_sequences
 from thermocline.data.sequences import SequenceLog
@@ -85,12 +85,15 @@ class RunSettings:
 class DLRMSettings(RunSettings):
     """Settings of a DLRM on a click log.
 
-    `test` is a file to test on; without it, the last fifth of `data` is the test part. A synthetic log has `samples` training
-    samples over `rows` rows. With precision "auto", `budget` ("2GiB") limits rows and cache. `residency` "host" keeps tables in
-    host memory. `warm` fills the cache with the hottest rows of the training part. `stochastic` False rounds rows to nearest.
+    `test` is a file to test on; without it, the last fifth of `data` is the test part. `columns` names the columns of
+    files, and `skip_bad` bad lines of each are left out. A synthetic log has `samples` training samples over `rows` rows. With
+    precision "auto", `budget` ("2GiB") limits rows and cache. `residency` "host" keeps tables in host memory. `warm` fills the
+    cache with the hottest rows of the training part. `stochastic` False rounds rows to nearest.
     """
 
     test: Path | None = None
+    columns: ClickColumns = CRITEO
+    skip_bad: int = 0
     samples: int = 400_000
     rows: int = 100_000
     budget: str | None = None
@@ -113,14 +116,16 @@ class DLRMSettings(RunSettings):
     def logs(self) -> tuple[ClickLog, ClickLog]:
         """The training and the test part."""
         if self.data is not None:
-            return open_log(self.data, self.test, self.hashed, self.seed)
+            return open_log(
+                self.data, self.test, self.hashed, self.seed, columns=self.columns, skip_bad=self.skip_bad
+            )  # fmt: skip
         rows, test = table_rows(self.rows), max(1, self.samples // TRAIN_PER_TEST)
         made = SyntheticLog(rows, self.samples, self.seed, device=self.device)
         return made, SyntheticLog(rows, test, self.seed, first=self.samples, device=self.device)
 
     def model(self, log: ClickLog) -> DLRM:
         """The model at its start, for the tables and dense features of a training log."""
-        names = {f"C{feature + 1}": count for feature, count in enumerate(log.rows)}
+        names = dict(zip(log.names, log.rows, strict=True))
         no_cache = isinstance(self.precision, Mapping) or (self.precision == AUTO and not self.cache)
         tables = self._collection(
             [Table(name, count, self.dim) for name, count in names.items()], ONE_RANK, stochastic=self.stochastic,
@@ -138,9 +143,10 @@ class DLRMSettings(RunSettings):
         if isinstance(train, FileLog) and isinstance(test, FileLog):
             (train, maps), (test, _) = train.raw(), test.raw()
         elif not isinstance(train, SyntheticLog):
-            words = f"'{self.data}' holds pairs, which have no heat by raw id; plans need a click log with C1, C2, ..."
+            words = f"'{self.data}' holds pairs, which have no heat by raw id; plans need --label and --ids"
             raise BadInput(words, parameter="data", value=self.data)
-        fitted = {f"C{n + 1}": ranks.fit(f"C{n + 1}", each or IdMap.identity(rows[n])) for n, each in enumerate(maps)}
+        parts = zip(train.names, maps, rows, strict=True)
+        fitted = {name: ranks.fit(name, each or IdMap.identity(count)) for name, each, count in parts}
         tables = [Table(name, each.rows, self.dim, ids=each) for name, each in fitted.items()]
         made = self._collection(tables, ranks, stochastic=self.stochastic)
         initialize(made, {name: each.rows for name, each in fitted.items()}, self.dim, self.seed, self.device)
@@ -161,6 +167,8 @@ class SequenceSettings(RunSettings):
     the last `length` items; each sample has `negatives` negative items.
     """
 
+    columns: tuple[str, ...] = ()  # of user, item and time in a file, or one of lists
+    skip_bad: int = 0
     users: int = 20_000
     items: int = 10_000
     dim: int = 32
@@ -176,7 +184,7 @@ class SequenceSettings(RunSettings):
     def log(self) -> SequenceLog:
         settings: dict[str, Any] = {"length": self.length, "negatives": self.negatives, "seed": self.seed}
         if self.data is not None:
-            return open_sequences(self.data, **settings)
+            return open_sequences(self.data, self.columns, self.skip_bad, **settings)
         return SyntheticSequences(self.users, self.items, self.seed).log(**settings)
 
     def id_map(self, log: SequenceLog, ranks: TrainingRanks = ONE_RANK) -> IdMap:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from thermocline.distributed.process_groups import ProcessGroups
-from thermocline.heat.log_reader import LogIds
+from thermocline.heat.log_columns import LogIds
 from thermocline.heat.profile import HeatProfile, merge
 from thermocline.heat.profiler import PAGE, REST, Profiler, ProfilerSettings
 from thermocline.nn.inputs import JaggedIds

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from thermocline.errors import BadInput
-from thermocline.heat.log_reader import LogIds, open_logs
+from thermocline.heat.log_columns import LogIds
+from thermocline.heat.log_reader import open_logs
 from thermocline.plan.model import Plan
 
 from .simulator import RankBatches

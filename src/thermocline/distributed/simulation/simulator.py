@@ -30,7 +30,7 @@ from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import Counts, make_maps
 from thermocline.distributed.planned_tables import check_table, id_maps
 from thermocline.errors import BadInput
-from thermocline.heat.log_reader import LogIds
+from thermocline.heat.log_columns import LogIds
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.plan.cost.phases import CommScope
