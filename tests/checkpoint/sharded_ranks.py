@@ -250,7 +250,10 @@ def slots_and_rows(model: Whole) -> list[Any]:
     """All that lies here, slots of caches too, and all rows as the ranks read them together."""
     tables = model.tables
     rows = [tables.get_rows(table.name).numpy() for table in tables.tables]
-    return [held(model), [array.clone().numpy() for array in tables.arena.cache], rows]
+    here = held(model)
+    for *_, (codes_RB, meta_RW, *_) in here[0]:
+        codes_RB[meta_RW[:, 0] < 0] = 0  # a slot has the value; an eviction during a background save may change stale codes
+    return [here, [array.clone().numpy() for array in tables.arena.cache], rows]
 
 
 def train_and_save_slots(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:

@@ -333,11 +333,12 @@ def test_rank_writes_and_reads_only_its_own_slots(on_ranks, tmp_path):
 
 
 def check_values(found, rows, cached, precision):
-    """Rows are what they were; one that has lost its slot is rounded to nearest."""
+    """Rows are what they were; one that has lost its slot, or its fp32 slot for an int8 one, is rounded to nearest."""
     for name, mine in zip(TABLES, found, strict=True):
-        arena = tc.Arena([tc.TableSpec(len(mine), mine.shape[1], precision)])
-        arena.write(0, torch.arange(len(mine)), torch.from_numpy(rows[name]))
-        rounded, hot = arena.read(0).numpy(), set(cached[name].rows_K.tolist())
-        for row in range(len(mine)):
-            same = np.array_equal(mine[row], rows[name][row])
-            assert same or (row in hot and np.array_equal(mine[row], rounded[row])), (name, row)
+        rounded, hot = [rows[name]], cached[name].rows_K.numpy()
+        for less in (precision, "int8"):
+            arena = tc.Arena([tc.TableSpec(len(mine), mine.shape[1], less)])
+            arena.write(0, torch.arange(len(mine)), torch.from_numpy(rows[name]))
+            rounded.append(arena.read(0).numpy())
+        same_VR = np.stack([(each == mine).all(axis=1) for each in rounded])
+        assert np.isin(np.flatnonzero(~same_VR[0]), hot).all() and same_VR.any(axis=0).all(), name
