@@ -26,7 +26,7 @@ from .solve.row_reduction import ReducedTables, ReductionOptions, RowReducer
 from .solve.solver import Problem, Score, Search, score
 from .solve.tiers import OWNER_POOLED
 from .tables import TableConfig, TablesConfig
-from .topology import Topology
+from .topology import BACKENDS, Backend, Topology
 from .units import read_bytes, read_share, show_bytes
 
 GOALS, GRADIENTS = ("train", "serve"), ("fp32", "bf16")
@@ -53,6 +53,7 @@ def make_plan(
     prune: int | None = None,
     hash: float | str | None = None,
     unify: int | None = None,
+    backend: Backend | None = None,
 ) -> Plan:
     """Decide precision, replicas and placement of every row.
 
@@ -71,6 +72,7 @@ def make_plan(
         prune: No rows for ids seen at most this often.
         hash: Rows by heat within a share of the bytes of all rows (0.125) or within bytes ("20GiB").
         unify: Tables of at most this many rows with equal dimension, pooling and precision become one.
+        backend: Backend of torch.distributed, "gloo" or "nccl", in place of that of the topology.
 
     Returns:
         The fastest plan that fits, with its predictions and reasons.
@@ -85,7 +87,7 @@ def make_plan(
         print(explain(plan))
     """
     options = ReductionOptions(prune, hash, unify)
-    request = read_request(tables, heat, topology, budget, goal, gradients, options, shuffled)
+    request = read_request(tables, heat, read_topology(topology, backend), budget, goal, gradients, options, shuffled)
     problem = Problem.of(request.workload())
     scores, search = solve(problem)
     best = scores[0][1]
@@ -94,6 +96,14 @@ def make_plan(
     copies = copies_of_coldest_row(problem, best)
     sensitivities, suggestions = request.sensitivities(best, search), request.suggestions(best, search, copies)
     return assemble(request, problem, scores, search, request.levers(copies), sensitivities, suggestions)
+
+
+def read_topology(given: Topology | str | Path, backend: str | None = None) -> Topology:
+    """A topology, a file or a preset, for another backend if one is given."""
+    found = given if isinstance(given, Topology) else Topology.load(given)
+    if backend not in (None, *BACKENDS):
+        raise BadInput(f"backend is {backend!r}; use one of {', '.join(BACKENDS)}", parameter="backend", value=backend)
+    return found if backend is None else found.model_copy(update={"backend": backend})
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,7 @@ class PlanRequest:
             effective=stats.effective_share(batch, topology.gpus_per_node, topology.nodes),
             host=table.name in self.on_host,
             id_map_bytes=float(stats.id_map_bytes),
+            lengths=stats.lengths,
         )
 
     @property
@@ -279,7 +290,7 @@ def read_request(
             raise BadInput(f"{name} is {given!r}; use one of {', '.join(known)}", parameter=name, value=given)
     tables = tables if isinstance(tables, TablesConfig) else TablesConfig.load(tables)
     heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
-    topology = topology if isinstance(topology, Topology) else Topology.load(topology)
+    topology = read_topology(topology)
     memory = topology.gpu.memory
     share = 1.0 if budget is None else read_share(budget)
     room = read_bytes(budget) if share is None else int(share * memory)

@@ -17,7 +17,16 @@ from thermocline import formats as F
 from thermocline.heat.curve import Curve
 
 from .memory import RowPrecision, row_bytes, slot_bytes
-from .step_cost import INDEPENDENT, Cluster, EffectiveShare, Floats, RequestProbability, request_probability, wire_bytes
+from .step_cost import (
+    INDEPENDENT,
+    BagLengths,
+    Cluster,
+    EffectiveShare,
+    Floats,
+    RequestProbability,
+    request_probability,
+    wire_bytes,
+)
 
 STEPS = 256  # least steps of a curve with few tables: fine enough to fill memory to 1%
 FINE_TABLES = 64
@@ -40,6 +49,7 @@ class TableWork:
     effective: EffectiveShare = INDEPENDENT
     host: bool = False  # codes in host memory, row-wise
     id_map_bytes: float = 0.0  # on every rank
+    lengths: BagLengths = ()  # of bags, in any unit; empty: all bags are equal
 
     @property
     def codes(self) -> int:
@@ -75,8 +85,13 @@ class Workload:
         `prefetch_wait` are the seconds that only a step with prefetch waits (`phases.py`); a short dense part cannot hide them.
         """
         alone = exposed + hidden - prefetch_wait + self.dense + self.below
-        found: Seconds = np.minimum(alone, self.overlapped(exposed, hidden)) if self.gradient else alone
+        found: Seconds = np.minimum(alone, self.overlapped(exposed, hidden)) if self.overlaps else alone
         return found
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether exchanges run behind the dense part: in training, under a backend that can."""
+        return self.gradient is not None and self.cluster.overlaps
 
     def overlapped(self, exposed: Seconds, hidden: Seconds) -> Seconds:
         """Seconds of a step that prefetches the next batch."""
