@@ -132,7 +132,8 @@ class RandomRank(Rank):
                 least = make_baseline_plan("row-wise", config, heat, topology, case.gradients).fullest_rank.total
                 budget = min(int(case.room * least), topology.gpu.memory)
             backend: Backend = "gloo" if case.overlap else "nccl"
-            told = [make_plan(config, heat, topology, budget, gradients=case.gradients, backend=backend).model_dump_json()]
+            wire = case.gradients
+            told = [make_plan(config, heat, topology, budget, gradients=wire, backend=backend, sums=wire).model_dump_json()]
         dist.broadcast_object_list(told)
         return Plan.model_validate_json(told[0])
 

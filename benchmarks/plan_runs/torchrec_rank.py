@@ -1,6 +1,6 @@
 """One rank of the random runs with TorchRec: the plan of its `EmbeddingShardingPlanner`, rows in fp32.
 
-With bf16 gradients its communication is quantized: sums and gradients travel in bf16.
+With bf16 gradients its communication is quantized: sums and gradients travel in bf16, as ours do then.
 """
 
 # mypy: ignore-errors

@@ -46,6 +46,9 @@ def make(
     gradients: Annotated[
         Literal["fp32", "bf16"], typer.Option("--gradients", help="Precision of gradients on the wire.")
     ] = "fp32",
+    sums: Annotated[
+        Literal["fp32", "bf16"], typer.Option("--sums", help="Precision of pooled sums on the wire; bf16 rounds them.")
+    ] = "fp32",
     backend: Annotated[
         Literal["gloo", "nccl"] | None, typer.Option("--backend", help="Backend of the run.", show_default="of the topology")
     ] = None,
@@ -70,7 +73,7 @@ def make(
         known = _heat(given, heat, zipf)
         cluster = Topology.load(topology, nodes)
         progress(1, 2, "planning")
-        plan = make_plan(given, known, cluster, budget, goal, gradients, shuffled, prune, hash, unify, backend)
+        plan = make_plan(given, known, cluster, budget, goal, gradients, shuffled, prune, hash, unify, backend, sums)
     _hand_out(plan, report, json, quiet, output)
 
 

@@ -131,7 +131,7 @@ def _sums_cost(
     table = plan.table(part.name)
     lookups, bags = known.lookups * float((share * rows).sum()), float(plan.batch * len(table.features))
     sums = bags * C.expected_owners([(lookups / bags, 1.0)], 1 if table.placement == "card" else machine.world_size)
-    asked = np.array([lookups * machine.id_bytes, sums * 4 * part.dim, sums * part.gradient_bytes, 0.0])
+    asked = np.array([lookups * machine.id_bytes, sums * part.sum_bytes, sums * part.gradient_bytes, 0.0])
     peers_L1 = np.array([[machine.gpus_per_node - 1], [machine.world_size - machine.gpus_per_node]])
     sent = asked * peers_L1 / machine.world_size
     update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim

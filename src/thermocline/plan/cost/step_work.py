@@ -78,6 +78,7 @@ class Workload:
     dense: float
     gradient: str | None
     below: float = 0.0
+    sums: str = "fp32"  # precision of pooled sums on the wire
 
     def step(self, exposed: Seconds, hidden: Seconds, prefetch_wait: Seconds) -> Seconds:
         """Seconds of a step or request: the shorter of a step with prefetch and a step without.
@@ -116,6 +117,7 @@ class Grid:
     int8_slot: Floats  # bytes
     state: Floats
     gradient: Floats  # bytes of a gradient on the wire
+    sum: Floats  # bytes of a pooled sum on the wire
     lookups: Floats
     bags: Floats
     host: Floats  # bytes of a row in host memory, 0 where it is on the GPUs
@@ -163,6 +165,7 @@ class Grid:
             int8_slot=column(lambda work: slot_bytes(work.dim, near=True)),
             state=column(lambda work: work.state),
             gradient=column(lambda work: row_bytes(work.dim, workload.gradient) if workload.gradient else 0),
+            sum=column(lambda work: row_bytes(work.dim, workload.sums)),
             lookups=lookups,
             bags=column(lambda work: work.bags),
             host=column(lambda work: work.codes if work.host else 0),

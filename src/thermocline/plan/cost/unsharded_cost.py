@@ -60,7 +60,7 @@ def table_wise_costs(workload: Workload, grid: Grid) -> UnsplitCosts:
     rows = np.stack(
         [distinct * cluster.id_bytes, (grid.requested.rank * grid.rows * grid.wire).sum(axis=1), distinct * grid.gradient]
     )
-    bags = np.stack([grid.lookups * cluster.id_bytes, grid.bags * 4 * grid.dim, grid.bags * grid.gradient])
+    bags = np.stack([grid.lookups * cluster.id_bytes, grid.bags * grid.sum, grid.bags * grid.gradient])
     pooled = np.array([work.pooled for work in workload.tables]) & (bags.sum(axis=0) < rows.sum(axis=0))
     moved = np.where(pooled, bags, rows)  # [direction, T] bytes between the owner and one requesting rank
     served = np.zeros((2, 4, len(grid.dim)))
@@ -101,7 +101,7 @@ def owner_pooled_costs(workload: Workload, grid: Grid) -> UnsplitCosts:
     sums = grid.bags * np.array(
         [_owners(work, length, cluster.world_size) for work, length in zip(workload.tables, lengths, strict=True)]
     )
-    moved = np.stack([grid.lookups * cluster.id_bytes, sums * 4 * grid.dim, sums * grid.gradient])
+    moved = np.stack([grid.lookups * cluster.id_bytes, sums * grid.sum, sums * grid.gradient])
     sent = np.zeros((2, 4, len(grid.dim)))
     sent[:, :3] = moved * shares[:, None, None]
     seconds = cluster.even_seconds(sent)

@@ -126,6 +126,6 @@ def _owner_pooled(workload: Workload, grid: Grid) -> Floats:
     lengths = grid.lookups / np.maximum(grid.bags, 1e-9)
     sums = grid.bags * np.maximum(share_of_bags(lengths, taken) - share_of_bags(lengths, np.full_like(taken, 1 / ranks)), 0.0)
     found[IDS] = excess * cluster.id_bytes * everyone
-    found[ROWS], found[GRADIENTS] = sums * 4 * grid.dim * everyone, sums * grid.gradient * everyone
+    found[ROWS], found[GRADIENTS] = sums * grid.sum * everyone, sums * grid.gradient * everyone
     found[LOOKUP] = excess * ranks * grid.row / cluster.memory_rate
     return found
