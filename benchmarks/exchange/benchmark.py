@@ -123,37 +123,37 @@ def run(
     recorder = record.Recorder("exchange", lambda line: None, judged=not plan.only and plan.cases is CASES and not why_not())
     if why_not():
         recorder.note(f"over loopback, links not shaped: {why_not()}; times say nothing of unequal links")
-    jobs = _without_peer(plan.jobs(), peer_python, recorder)
-    with tempfile.TemporaryDirectory(prefix="thermocline-") as folder, _ended_by_signal():
+    jobs = without_peer(plan.jobs(), peer_python, recorder)
+    with tempfile.TemporaryDirectory(prefix="thermocline-") as folder, ended_by_signal():
         here = Path(folder)
         kept = runs or here / "runs.jsonl"
-        done = _read(kept)
+        done = read_runs(kept)
         missing = _prepare(plan, here, {job["log"] for job in jobs if job["name"] not in done}, recorder)
         jobs = [job for job in jobs if job["log"] not in missing]
         for case, peer in itertools.product(plan.cases, (False, True)):
             mine = [job for job in jobs if job["case"] == case.name and (job["arm"] == PEER) == peer]
-            ranks = ClusterRun(case, here, kept, plan, _python(peer_python) if peer else sys.executable)
+            ranks = ClusterRun(case, here, kept, plan, python_of(peer_python) if peer else sys.executable)
             report = partial(_report, progress, kept, len(jobs), f"{case.name}, TorchRec" if peer else case.name)
-            while left := [job for job in mine if job["name"] not in _read(kept)]:
+            while left := [job for job in mine if job["name"] not in read_runs(kept)]:
                 ranks.do(left, report)
-        done = _read(kept)
+        done = read_runs(kept)
     exchange_rows.write(recorder, [done[job["name"]] for job in jobs])
     return recorder.record
 
 
 def _report(progress: Progress, kept: Path, total: int, what: str) -> None:
-    progress(len(_read(kept)), total, what)
+    progress(len(read_runs(kept)), total, what)
 
 
-def _python(given: str | os.PathLike[str] | None) -> str:
+def python_of(given: str | os.PathLike[str] | None) -> str:
     return str(given or os.environ.get(PEER_PYTHON) or sys.executable)
 
 
-def _without_peer(jobs: list[Job], peer_python: str | os.PathLike[str] | None, recorder: record.Recorder) -> list[Job]:
+def without_peer(jobs: list[Job], peer_python: str | os.PathLike[str] | None, recorder: record.Recorder) -> list[Job]:
     """The jobs that can be done: those of TorchRec where it can be loaded."""
     if not any(job["arm"] == PEER for job in jobs):
         return jobs
-    tried = subprocess.run([_python(peer_python), "-c", "import torchrec"], capture_output=True, text=True, check=False)
+    tried = subprocess.run([python_of(peer_python), "-c", "import torchrec"], capture_output=True, text=True, check=False)
     if not tried.returncode:
         return jobs
     why = (tried.stderr.strip().splitlines() or ["it cannot be started"])[-1]
@@ -175,7 +175,7 @@ def _prepare(plan: ExchangePlan, folder: Path, names: set[str], recorder: record
     return missing
 
 
-def _read(path: Path) -> dict[str, Job]:
+def read_runs(path: Path) -> dict[str, Job]:
     """Finished jobs by name. A last line that was cut off is a job to repeat."""
     if not path.exists():
         return {}
@@ -194,10 +194,11 @@ class ClusterRun(NamedTuple):
     out: Path
     plan: ExchangePlan
     python: str
+    ranks: tuple[str, str] = ("benchmarks.exchange.rank", "benchmarks.exchange.torchrec_rank")  # our module, and the peer's
 
     def do(self, jobs: list[Job], report: Callable[[], None]) -> None:
         """Start them and wait until they have done what they can; what stopped them is the result of a job."""
-        name = "torchrec_rank" if jobs[0]["arm"] == PEER else "rank"
+        module = self.ranks[jobs[0]["arm"] == PEER]
         with cluster(self.case.nodes, self.case.cards) as net, tempfile.TemporaryDirectory(prefix="thermocline-") as meetings:
             given = {
                 "net": tuple(net), "port": _free_port(net), "meetings": meetings, "jobs": jobs,
@@ -206,9 +207,9 @@ class ClusterRun(NamedTuple):
             }  # fmt: skip
             task = self.folder / "task.json"
             task.write_text(json.dumps(given), encoding="utf-8")
-            with _started([self.python, "-m", f"benchmarks.exchange.{name}", str(task)]) as process:
+            with _started([self.python, "-m", module, str(task)]) as process:
                 error = _watch(process, self.out, report)
-        left = [job for job in jobs if job["name"] not in _read(self.out)]
+        left = [job for job in jobs if job["name"] not in read_runs(self.out)]
         if left:
             add_line(str(self.out), left[0] | {"error": error or "ranks ended without a result"})
 
@@ -256,7 +257,7 @@ def _watch(process: subprocess.Popen[str], out: Path, report: Callable[[], None]
 
 
 @contextmanager
-def _ended_by_signal() -> Iterator[None]:
+def ended_by_signal() -> Iterator[None]:
     """SIGTERM ends this process as Ctrl-C does, so that all processes are cleaned up."""
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -72,8 +72,8 @@ class Net(NamedTuple):
             return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         return {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": "eth0"}
 
-    def shape(self, node_rate: float, cluster_rate: float) -> None:
-        """Limit the links to bytes per second and rank, inside nodes and between them."""
+    def shape(self, node_rate: float, cluster_rate: float, frames: int = 4) -> None:
+        """Limit the links to bytes per second and rank, inside nodes and between them; `frames` may pass at once."""
         for node in range(self.nodes if self.owner else 0):
             for where, device, rate in (
                 (self._name(node), "lo", node_rate),
@@ -81,7 +81,7 @@ class Net(NamedTuple):
                 (self._name("switch"), f"port{node}", cluster_rate),
             ):
                 bits = round(8 * rate * self.cards)
-                burst = max(4 * MTU, round(rate * self.cards / 500))  # two milliseconds of it
+                burst = max(frames * MTU + HEADERS, round(rate * self.cards / 500))  # two milliseconds of it
                 _tc(where, "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{bits}bit", "burst", str(burst),
                     "limit", str(_QUEUE))  # fmt: skip
 

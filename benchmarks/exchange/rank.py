@@ -53,6 +53,8 @@ class ShardedModel(nn.Module):
 class Rank:
     """This process and its process groups."""
 
+    frames = 4  # that may pass a link at once
+
     def __init__(self, given: dict[str, Any]) -> None:
         self.given, self.logs = given, Path(given["logs"])
         self.net = Net(*given["net"])
@@ -67,7 +69,8 @@ class Rank:
         with self.clock.watching():
             for n, job in enumerate(self.given["jobs"]):
                 if self.rank == 0 and links != (links := job["links"]):
-                    self.net.shape(*job["rates"])
+                    node, cluster = job["rates"]
+                    self.net.shape(node, cluster, frames=self.frames)
                 # One process group per job, because groups have threads. The rendezvous is a file: any port could be taken.
                 meeting = f"file://{self.given['meetings']}/{n}"
                 dist.init_process_group("gloo", meeting, TIMEOUT, self.ranks, self.rank)
@@ -85,7 +88,7 @@ class Rank:
         for n, (links, (node, cluster)) in enumerate(rates.items(), 1):
             os.environ["MASTER_PORT"] = str(self.given["port"] + n)
             if self.rank == 0:
-                self.net.shape(node, cluster)
+                self.net.shape(node, cluster, frames=self.frames)
             found = calibrate(lambda done, total, what: None)
             if found is not None:
                 self.topologies[links] = found

@@ -72,7 +72,7 @@ class Clock:
         return call
 
 
-class _Wait(torch.autograd.Function):
+class Wait(torch.autograd.Function):
     """A third of the dense part's time in forward, the rest in backward."""
 
     @staticmethod
@@ -100,7 +100,7 @@ class Dense(nn.Module):
 
     def below(self) -> Tensor:
         """The part before the lookup."""
-        context_D: Tensor = _Wait.apply(self.context, self.seconds)  # type: ignore[no-untyped-call]
+        context_D: Tensor = Wait.apply(self.context, self.seconds)  # type: ignore[no-untyped-call]
         return context_D
 
     def forward(self, context_D: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class Dense(nn.Module):
         if not self.pooled:
             sample_N = torch.repeat_interleave(offsets.diff())
             sums_SD = values.new_zeros(len(offsets) - 1, values.shape[1]).index_add(0, sample_N, values)
-        means_SD = _Wait.apply(sums_SD / offsets.diff()[:, None].clamp(min=1), self.seconds)  # type: ignore[no-untyped-call]
+        means_SD = Wait.apply(sums_SD / offsets.diff()[:, None].clamp(min=1), self.seconds)  # type: ignore[no-untyped-call]
         loss: Tensor = self.layers(means_SD + context_D).square().mean()
         return loss
 
@@ -133,8 +133,8 @@ class Steps:
     `meet` waits for all ranks."""
 
     def __init__(
-        self, net: Net, clock: Clock, meet: Callable[[], Any], look_up: Callable[[Input], Tensor], dense: Dense,
-        ahead: Callable[[Input], Any] | None = None,
+        self, net: Net, clock: Clock, meet: Callable[[], Any], look_up: Callable[[Any], Tensor], dense: Any,
+        ahead: Callable[[Any], Any] | None = None,
     ) -> None:  # fmt: skip
         self.net, self.clock, self.meet, self.look_up, self.dense, self.ahead = net, clock, meet, look_up, dense, ahead
 
@@ -144,7 +144,7 @@ class Steps:
         self._step((batch[0][: int(ends[-1])], ends), None)
         dist.barrier()
 
-    def flow(self, batches: Sequence[Input]) -> dict[str, Any]:
+    def flow(self, batches: Sequence[Any]) -> dict[str, Any]:
         """Seconds of a step where exchanges go on behind it: of these steps, with one before and one after them under way."""
         self._step(batches[-1], batches[0])
         begun = time.perf_counter()
@@ -155,7 +155,7 @@ class Steps:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return {"step": float(seconds)}
 
-    def run(self, batches: Sequence[Input]) -> dict[str, Any]:
+    def run(self, batches: Sequence[Any]) -> dict[str, Any]:
         """Measurements of all ranks in these steps, without overlap between steps."""
         before, seconds = self._kernel(), []
         self.clock.seconds = dict.fromkeys(self.clock.seconds, 0.0)
@@ -170,7 +170,7 @@ class Steps:
         dist.all_gather_object(everyone, mine)
         return _gathered(everyone, len(batches))
 
-    def _step(self, batch: Input, later: Input | None) -> None:
+    def _step(self, batch: Any, later: Any) -> None:
         self.clock.part = "forward"
         context_D = self.dense.below()
         if self.ahead is not None and later is not None:

@@ -20,13 +20,15 @@ import torch.distributed as dist
 from cases import Model, batches, dense_part, exact_loss, sizes_of
 
 import thermocline as tc
-from thermocline.checkpoint import background_save, save_job
+from thermocline.checkpoint import Checkpoint, background_save, save_job
 from thermocline.checkpoint.copy_budget import CopyBudget
 from thermocline.checkpoint.format import sections
 from thermocline.checkpoint.format.saved_cache import SavedCache
+from thermocline.checkpoint.format.tensor_files import TensorFile
 from thermocline.checkpoint.save_job import SaveJob
 from thermocline.distributed.process_groups import ProcessGroups, group_timeout
 from thermocline.distributed.sharded_collection import ShardedCollection
+from thermocline.errors import FormatError
 
 
 def work(rank: int, tasks: Any, results: Any) -> None:
@@ -103,6 +105,31 @@ def load_and_train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dic
     then = held(model)
     steps(model, dense, rank, size, 12, 12 + more)
     return then, held(model)
+
+
+def load_and_count(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
+    """Load; bytes of rows that this rank read, without their numbers (`verify` reads those too), and what lies here."""
+    model, dense, _ = made(plan, heat, settings)
+    read, plain = [0], TensorFile.read_into
+
+    def counted(self: TensorFile, name: str, out: torch.Tensor, first: int = 0) -> None:
+        read[0] += out.nbytes * (self.path.name.startswith("rows-") and not name.endswith("/rows"))
+        plain(self, name, out, first)
+
+    with mock.patch.object(TensorFile, "read_into", counted):
+        tc.load_into(model, folder, optimizers=dense)
+    return read[0], held(model)
+
+
+def load_a_lost_file(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, Any], folder: str) -> Any:
+    """Load where rank 1 cannot read rows; the type of the error of each rank."""
+    model, dense, _ = made(plan, heat, settings)
+    lost = FormatError("the disk is gone") if rank == 1 else None
+    with mock.patch.object(Checkpoint, "read_section", side_effect=lost) if lost else contextlib.nullcontext():
+        try:
+            tc.load_into(model, folder, optimizers=dense)
+        except FormatError as error:
+            return error.__dict__.get("rank", "own")
 
 
 def open_alone(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> Any:

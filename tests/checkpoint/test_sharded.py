@@ -101,6 +101,20 @@ def test_rows_and_states_are_equal_under_any_plan_and_number_of_ranks(on_ranks, 
     assert exactly(loaded) == exactly(saved), "every card holds what it held"
 
 
+def test_ranks_of_another_number_read_the_folder_once_together(on_ranks, tmp_path):
+    settings, folder = {"precision": "int8", "optimizer": tc.Adam(lr=0.125)}, str(tmp_path / "saved")
+    saved, _ = split(on_ranks("train_and_save", 4, plan_p("int8"), HEAT, settings, folder, 0))
+    checkpoint = Checkpoint.open(folder)
+    rows = [file for save in checkpoint.manifest.saves for file in save.files if "rows-" in file.name]
+    tensors = [each.info(name) for each in (checkpoint.file(file.name) for file in rows) for name in each.names()]
+    every = sum(tensor.bytes for tensor in tensors if not tensor.name.endswith("/rows"))
+    for ranks, plan in ((3, plan_q(3, "int8")), (2, plan_q(2, "int8")), (4, plan_p("int8"))):
+        read, loaded = zip(*on_ranks("load_and_count", ranks, plan, HEAT, settings, folder), strict=True)
+        assert sum(read) == every and max(read) < 0.8 * every, read
+        assert_same(loaded, saved)
+    assert on_ranks("load_a_lost_file", 2, plan_q(2, "int8"), HEAT, settings, folder) == [1, "own"]
+
+
 def test_a_folder_of_four_ranks_opens_in_one_process_and_reads_without_a_model(on_ranks, tmp_path):
     folder = str(tmp_path / "saved")
     saved, _ = split(on_ranks("train_and_save", 4, plan_p("int8"), HEAT, {"precision": "int8"}, folder, 0))

@@ -32,32 +32,41 @@ HEAT = heat_of()
 STEPS = 20
 
 
-def by_owners(nodes, cards, tiers=ALL_THIRD, precision="int8", card=None, only=tuple(TABLES), heat=HEAT):
+def by_owners(nodes, cards, tiers=ALL_THIRD, precision="int8", card=None, only=tuple(TABLES), heat=HEAT, sums="fp32"):
     """A plan with owner pooling for some tables; the others are requested once per node."""
     tables = []
     for name in TABLES:
         on_card = card if name == "shop" else None
         first, second = (0, 0) if on_card is not None else tiers[name]
         table = table_plan(name, first, second, precision, "flat" if name in only else "node", on_card)
-        tables.append(table.model_copy(update={"pooled_by": "owner" if name in only else "asker"}))
+        owners = {"pooled_by": "owner", "wire_rows": sums} if name in only else {}
+        tables.append(table.model_copy(update=owners))
     return plan_of(nodes, cards, tables, heat)
 
 
 @pytest.mark.parametrize(
-    "plan, ahead",
+    "plan, ahead, close",
     [
-        (by_owners(1, 2), ""),
-        (by_owners(2, 2, MIXED), "always"),
-        (by_owners(2, 2, TWO, only=("user", "shop")), ""),
-        (by_owners(2, 2, TWO, "int4", only=("user", "item")), "sometimes"),
-        (by_owners(2, 2, card=3), "interrupted"),
+        (by_owners(1, 2), "", 1e-4),
+        (by_owners(1, 2, sums="bf16"), "", 0.02),
+        (by_owners(2, 2, MIXED), "always", 1e-4),
+        (by_owners(2, 2, TWO, only=("user", "shop")), "", 1e-4),
+        (by_owners(2, 2, TWO, "int4", only=("user", "item")), "sometimes", 1e-4),
+        (by_owners(2, 2, card=3), "interrupted", 1e-4),
     ],
-    ids=["tier 3", "tiers 1 and 3", "all tiers, one table by askers", "ahead now and then", "a table on a card, interrupted"],
+    ids=[
+        "tier 3",
+        "sums in bf16",
+        "tiers 1 and 3",
+        "all tiers, one table by askers",
+        "ahead now and then",
+        "a table on a card, interrupted",
+    ],
 )
-def test_rows_equal_one_process_bit_for_bit_where_gradients_sum_exactly(on_ranks, plan, ahead):
+def test_rows_equal_one_process_bit_for_bit_where_gradients_sum_exactly(on_ranks, plan, ahead, close):
     settings = {"precision": plan.tables[0].precision, "exact": True, "ahead": ahead}
     found = on_ranks("train", plan.topology.world_size, plan, HEAT, settings, 50)
-    compare(found, plan.topology.world_size, settings, outs_close=1e-4)
+    compare(found, plan.topology.world_size, settings, outs_close=close)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +176,9 @@ def test_simulated_bytes_and_messages_equal_the_meters(on_ranks, nodes, cards, s
         assert np.array_equal(simulated.messages_CDL[card], messages)
 
 
-def test_a_bag_moves_an_id_per_lookup_and_a_sum_and_gradient_per_owner(on_ranks):
-    plan, sizes = by_owners(2, 2, MIXED), [4, 0, 7, 2]
+@pytest.mark.parametrize("sums, width", [("fp32", 4), ("bf16", 2)])
+def test_a_bag_moves_an_id_per_lookup_and_a_sum_and_gradient_per_owner(on_ranks, sums, width):
+    plan, sizes = by_owners(2, 2, MIXED, sums=sums), [4, 0, 7, 2]
     maps = dict(zip(TABLES, make_maps(plan.tables, HEAT, IDS, 2, 2, torch.device("cpu")), strict=True))
     hand = [Counter() for _ in sizes]
     for rank, batch in enumerate(batches(0, sizes)):
@@ -180,7 +190,7 @@ def test_a_bag_moves_an_id_per_lookup_and_a_sum_and_gradient_per_owner(on_ranks)
                     for owner in homes:
                         hand[rank][name, "ids", link(rank, owner, 2)] += 4
                     for owner in set(homes):
-                        hand[owner][name, "rows", link(rank, owner, 2)] += 4 * dim
+                        hand[owner][name, "rows", link(rank, owner, 2)] += width * dim
                         hand[rank][name, "gradients", link(rank, owner, 2)] += 4 * dim
     for (lines, _, _), counted in zip(on_ranks("measure", 4, plan, HEAT, sizes), hand, strict=True):
         assert {(t, d, at): size for t, tier, d, at, size in lines if tier == 3} == counted

@@ -24,4 +24,5 @@ def cluster(nodes=2, cards=4, **card):
     links = {"node": {"bandwidth": "450GB/s", "latency": "10us"}, "cluster": {"bandwidth": "50GB/s", "latency": "20us"}}
     return Topology.model_validate(
         {"nodes": nodes, "cards_per_node": cards, "card": {"memory": "80GB", "bandwidth": "3TB/s"} | card, "links": links}
+        | {"backend": "gloo"}
     )

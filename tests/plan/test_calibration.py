@@ -156,6 +156,7 @@ def test_two_nodes_measure_the_rate_of_a_shaped_link(tmp_path):
     assert (found.nodes, found.gpus_per_node) == (2, 2)
     assert found.links.cluster.bandwidth == pytest.approx(RATE / 8 / 2, rel=0.25)  # two GPUs share the link
     assert found.links.node.bandwidth > 2 * found.links.cluster.bandwidth
+    assert found.links.cluster.alone == pytest.approx(RATE / 8, rel=0.25) and found.backend == "gloo"
 
 
 @pytest.mark.parametrize(

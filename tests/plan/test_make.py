@@ -167,3 +167,26 @@ def test_compute_below_the_lookup_hides_gradients_and_sync():
     assert below.total == pytest.approx(first.total - 10e-6, abs=1e-7) and "gradients" in below.overlaps
     with pytest.raises(ValidationError, check=contradicts("below")):
         tables(below="3ms")
+
+
+@pytest.mark.parametrize("backend, overlaps", [("gloo", True), ("nccl", False)])
+def test_plans_count_on_overlap_only_under_a_backend_that_has_it(backend, overlaps):
+    plan = make_plan(tables(), HEAT, cluster(), budget="40MiB", backend=backend)
+    assert plan.topology.backend == backend and f"Backend: {backend}," in explain(plan)
+    assert bool(plan.step.overlaps) == (plan.step.hidden > 0) == overlaps
+    assert overlaps or plan.step.total == pytest.approx(sum(plan.step.parts.values()))
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(BadInput, check=has(parameter="backend", value="mpi")):
+        make_plan(tables(), HEAT, cluster(), backend="mpi")
+
+
+def test_a_table_on_one_gpu_uses_the_shared_link_of_its_node():
+    given = tables({"name": "a", "rows": 40_700, "dim": 128, "precision": "fp32", "cache": 0.0, "lookups": 40})
+    shared = cluster(nodes=2, cards=4)
+    far = shared.links.cluster.model_copy(update={"alone": 200e9})
+    shared = shared.model_copy(update={"links": shared.links.model_copy(update={"cluster": far})})
+    heat = {"a": Curve.zipf(40_700, 0.6)}
+    apart, joined = (make_baseline_plan("table-wise", given, heat, each).step.parts["rows"] for each in (cluster(), shared))
+    assert apart - 20e-6 == pytest.approx(4 * (joined - 20e-6), rel=0.01)  # without the latency of an exchange

@@ -146,8 +146,31 @@ def test_the_hottest_rows_travel_in_the_precision_of_their_slots():
 def test_expected_owners_of_a_bag():
     rng = np.random.default_rng(5)
     found = np.mean([len(set(rng.integers(0, 8, 20))) for _ in range(4000)])
-    assert expected_owners(20, 8) == pytest.approx(found, rel=0.01)
-    assert expected_owners(1, 8) == pytest.approx(1.0) and expected_owners(20, 1) == 1.0
+    assert expected_owners([(20, 1)], 8) == pytest.approx(found, rel=0.01)
+    assert expected_owners([(1, 1)], 8) == pytest.approx(1.0) and expected_owners([(20, 1)], 1) == 1.0
+
+
+def test_owners_of_bags_of_many_lengths_with_hot_rows():
+    rng = np.random.default_rng(6)
+    lengths, hot = rng.geometric(1 / 9, 6000), np.array([0.3, 0.2, 0.05])
+    taken = np.append(hot, np.zeros(5)) + (1 - hot.sum()) / 8
+    found = np.mean([len(set(rng.choice(8, size, p=taken))) for size in lengths])
+    known = [(float(size), float((lengths == size).mean())) for size in np.unique(lengths)]
+    assert expected_owners(known, 8, hot) == pytest.approx(found, rel=0.015)
+    assert expected_owners([(9.0, 1.0)], 8) > 1.2 * found  # what equal bags without hot rows would have
+
+
+@pytest.mark.parametrize("alone, gpus, want", [(None, 4, 1e10), (3e10, 4, 3e10), (9e10, 4, 4e10), (5e9, 4, 1e10)])
+def test_one_gpu_alone_has_at_most_the_link_of_its_node(alone, gpus, want):
+    assert Link(bandwidth=1e10, alone=alone).peak(gpus) == want
+
+
+@pytest.mark.parametrize("alone, busiest", [(None, 4e10), (2e10, 3e10)])
+def test_an_exchange_takes_as_long_as_its_busiest_gpu_or_node(alone, busiest):
+    links = Links(node=Link(bandwidth=1e12), cluster=Link(bandwidth=1e10, alone=alone))
+    cluster = Cluster.of(Topology(nodes=2, gpus_per_node=2, gpu=GpuSpec(memory=1 << 40, bandwidth=1e12), links=links))
+    sent = np.array([[9e10, 0, 0, 0], [4e10, 2e10, 1e10, 0]])  # [link, rank]; links are used at once
+    assert float(cluster.uneven_seconds(sent)) == pytest.approx(busiest / 1e10)
 
 
 def test_ids_of_large_collections_are_twice_as_wide_in_plans():

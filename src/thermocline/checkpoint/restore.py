@@ -3,8 +3,7 @@
 If tables, slots and policy equal those of the saved module, the cache is restored exactly, and training continues bit for bit.
 Otherwise cached rows get the slots there are, highest scores first, and the remaining ones are rounded to nearest.
 
-A rank of a sharded module reads row numbers first, and the rest of a block only if some of its rows belong to the rank. Under
-the plan of the save these are its own sections and the copied rows, not all tables.
+Ranks of a sharded module read the folder once together (`shared_reading.py`).
 
 Elastic ids keep their rows in a table of the saved size. In another they take rows anew: `Remap` has the new row of each saved
 row of such a table, -1 for rows of the coldest ids that found no place.
@@ -30,6 +29,7 @@ from .format.cache_slots import restore_cache
 from .format.manifest import ModuleEntry, Section, TableEntry
 from .format.module_entries import NamedModule, layout_of
 from .reader import Checkpoint, SectionRows, block_rows
+from .shared_reading import read_together
 
 Remap = dict[int, Tensor]  # by table
 
@@ -56,8 +56,13 @@ def restore_module(checkpoint: Checkpoint, entry: ModuleEntry, found: NamedModul
             module.flush()
         remap = _restore_ids(checkpoint, entry, module, saved)
         for index, table in saved.items():
+            states = entry.states if same_optimizer else 0
+            if isinstance(module, ShardedCollection) and not module.groups.world.is_single:
+                for part in read_together(checkpoint, table, states, module, index):
+                    _write_part(module, index, part, remap)
+                continue
             for section in checkpoint.sections(table.name):
-                _restore_section(checkpoint, section, entry.states if same_optimizer else 0, module, index, remap)
+                _restore_section(checkpoint, section, states, module, index, remap)
         for name in ["hyper", "clock"] if same_optimizer else ["clock"]:
             getattr(module.trainer, name).copy_(checkpoint.state.read(f"module/{entry.name}/{name}"))
         module.trained.group.read_back()
@@ -102,12 +107,14 @@ def _restore_section(
         _read_into(checkpoint, section, states, module, index)
         return
     for begin in range(0, section.count, size):
-        end = min(begin + size, section.count)
-        rows_R = checkpoint.row_numbers(section, begin, end).to(arena.device)
-        part: SectionRows | None = None
-        for table, at_K, place_K, states_here in _places(module, index, rows_R, remap):
-            part = part or checkpoint.read_section(section, begin, end, states)
-            _write(module, table, at_K, place_K, states_here, part)
+        part = checkpoint.read_section(section, begin, min(begin + size, section.count), states)
+        _write_part(module, index, part, remap)
+
+
+def _write_part(module: RowsModule, index: int, part: SectionRows, remap: Remap) -> None:
+    """Write the rows that belong to this module."""
+    for table, at_K, place_K, states in _places(module, index, part.rows_R.to(module.arena.device), remap):
+        _write(module, table, at_K, place_K, states, part)
 
 
 def _read_into(checkpoint: Checkpoint, section: Section, states: int, module: RowsModule, index: int) -> None:

@@ -46,6 +46,12 @@ def make(
     gradients: Annotated[
         Literal["fp32", "bf16"], typer.Option("--gradients", help="Precision of gradients on the wire.")
     ] = "fp32",
+    sums: Annotated[
+        Literal["fp32", "bf16"], typer.Option("--sums", help="Precision of pooled sums on the wire; bf16 rounds them.")
+    ] = "fp32",
+    backend: Annotated[
+        Literal["gloo", "nccl"] | None, typer.Option("--backend", help="Backend of the run.", show_default="of the topology")
+    ] = None,
     prune: Annotated[int | None, typer.Option("--prune", min=0, help="Drop the rows of ids seen at most this often.")] = None,
     hash: Annotated[str | None, typer.Option("--hash", help="Bytes of all rows after hashing by heat: 0.125, 20GiB.")] = None,
     unify: Annotated[int | None, typer.Option("--unify", min=1, help="Join tables of at most this many rows.")] = None,
@@ -67,7 +73,7 @@ def make(
         known = _heat(given, heat, zipf)
         cluster = Topology.load(topology, nodes)
         progress(1, 2, "planning")
-        plan = make_plan(given, known, cluster, budget, goal, gradients, shuffled, prune, hash, unify)
+        plan = make_plan(given, known, cluster, budget, goal, gradients, shuffled, prune, hash, unify, backend, sums)
     _hand_out(plan, report, json, quiet, output)
 
 

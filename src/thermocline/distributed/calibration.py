@@ -4,6 +4,7 @@
     host      pinned host memory to a GPU; only with GPUs
     node      every rank sends to every other rank of its node, all nodes at the same time
     cluster   every rank sends to every rank of other nodes
+    alone     the same with one sender per node, the others idle: GPUs that share a link have more alone
 
 All ranks work at once, as in a training step, so that shared resources (host memory, a network interface) are measured as each
 rank gets them. A node is what torchrun starts by one command. Without torchrun, one process measures the node link as a copy
@@ -40,6 +41,7 @@ Progress = Callable[[int, int, str], None]
 _MOST = {"cpu": 64 << 20, "cuda": 1 << 30}  # bytes that a rank sends in one exchange
 _COPY = {"cpu": 256 << 20, "cuda": 2 << 30}
 _COPIES = 10
+_SHARED = 1.15  # times the bandwidth with all ranks busy, from which on ranks are taken to share a link
 _TIMEOUT = datetime.timedelta(seconds=100)  # calibration takes less than two minutes, or fails
 
 
@@ -94,7 +96,8 @@ def _topology(ranks: CalibrationRanks, everyone: list[dict[str, Any]]) -> Topolo
         if not found:
             return None
         middle = {part: statistics.median(getattr(one, part) for one in found) for part in ("bandwidth", "latency")}
-        return Link(**middle)
+        alone = statistics.median(one.alone or one.bandwidth for one in found)
+        return Link(**middle, alone=alone if alone > _SHARED * middle["bandwidth"] else None)
 
     node, cuda = link("node"), ranks.device.type == "cuda"
     assert node is not None
@@ -112,6 +115,7 @@ def _topology(ranks: CalibrationRanks, everyone: list[dict[str, Any]]) -> Topolo
         ),
         host=HostSpec(memory=(free_bytes(torch.device("cpu")) or 0) if cuda else 0),
         links=Links(node=node, cluster=link("cluster"), host=link("host")),
+        backend="nccl" if cuda else "gloo",
     )
 
 
@@ -138,7 +142,7 @@ def _host(ranks: CalibrationRanks) -> Link | None:
 
 def _node(ranks: CalibrationRanks) -> Link:
     if len(ranks.local) > 1:
-        return _exchanging(ranks, [rank for rank in ranks.local if rank != ranks.rank], ranks.node)
+        return _shared(ranks, [rank for rank in ranks.local if rank != ranks.rank], ranks.node)
     gpus = torch.cuda.device_count() if ranks.device.type == "cuda" else 0
     other = torch.device("cuda", 1) if gpus > 1 and not dist.is_initialized() else ranks.device
     source = torch.ones(_MOST[ranks.device.type], dtype=torch.uint8, device=ranks.device)
@@ -148,20 +152,31 @@ def _node(ranks: CalibrationRanks) -> Link:
 def _cluster(ranks: CalibrationRanks) -> Link | None:
     if len(ranks.nodes) == 1:
         return None
-    return _exchanging(ranks, [rank for rank in range(ranks.size) if rank not in ranks.local], None)
+    return _shared(ranks, [rank for rank in range(ranks.size) if rank not in ranks.local], None)
 
 
-def _exchanging(ranks: CalibrationRanks, peers: list[int], group: dist.ProcessGroup | None) -> Link:
-    """A link measured by all-to-alls of a group, in which this rank sends to `peers`."""
+def _shared(ranks: CalibrationRanks, peers: list[int], group: dist.ProcessGroup | None) -> Link:
+    """A link measured with all ranks busy, and alone with one sender per node."""
+    busy = _exchanging(ranks, peers, group, set(range(ranks.size)))
+    if len(ranks.local) == 1:
+        return busy
+    alone = _exchanging(ranks, peers, group, {members[0] for members in ranks.nodes})
+    return busy.model_copy(update={"alone": alone.bandwidth})
+
+
+def _exchanging(ranks: CalibrationRanks, peers: list[int], group: dist.ProcessGroup | None, senders: set[int]) -> Link:
+    """A link measured by all-to-alls of a group, in which this rank sends to `peers` if it is a sender."""
     most = _MOST[ranks.device.type] // len(peers)
     sent_PB, got_PB = (torch.zeros(len(peers), most, dtype=torch.uint8, device=ranks.device) for _ in range(2))
 
     def exchange(size: int) -> float:
         each = max(1, size // len(peers))
-        sends = [dist.P2POp(dist.isend, sent_PB[at, :each], rank, group) for at, rank in enumerate(peers)]
-        receives = [dist.P2POp(dist.irecv, got_PB[at, :each], rank, group) for at, rank in enumerate(peers)]
+        to = peers if ranks.rank in senders else []
+        sends = [dist.P2POp(dist.isend, sent_PB[at, :each], rank, group) for at, rank in enumerate(to)]
+        receives = [dist.P2POp(dist.irecv, got_PB[at, :each], rank, group) for at, rank in enumerate(peers) if rank in senders]
         if ranks.device.type == "cuda":
-            return _clocked(ranks, lambda: _wait(dist.batch_isend_irecv([*sends, *receives])), group)
+            both = [*sends, *receives]
+            return _clocked(ranks, lambda: _wait(dist.batch_isend_irecv(both) if both else []), group)
         # Posts receives before sends: gloo's ready signal queues behind data that its process already sends.
         coming = [dist.irecv(one.tensor, one.peer, group) for one in receives]
         return _clocked(ranks, lambda: _wait([*(dist.isend(one.tensor, one.peer, group) for one in sends), *coming]), group)

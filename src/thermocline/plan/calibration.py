@@ -39,12 +39,17 @@ def to_yaml(topology: Topology) -> str:
     data = {
         "version": topology.version,
         **{name: text for name in ("name", "source", "date") if (text := getattr(topology, name))},
+        "backend": topology.backend,
         "nodes": topology.nodes,
         "cards_per_node": topology.gpus_per_node,
         "card": {"memory": _bytes(gpu.memory), "bandwidth": show_rate(gpu.bandwidth)},
         **({"host": {"memory": _bytes(host.memory)}} if host.memory else {}),
         "links": {
-            name: {"bandwidth": show_rate(link.bandwidth), "latency": show_seconds(link.latency)}
+            name: {
+                "bandwidth": show_rate(link.bandwidth),
+                "latency": show_seconds(link.latency),
+                **({"alone": show_rate(link.alone)} if link.alone else {}),
+            }
             for name, link in (("host", links.host), ("node", links.node), ("cluster", links.cluster))
             if link is not None
         },

@@ -26,7 +26,7 @@ from .solve.row_reduction import ReducedTables, ReductionOptions, RowReducer
 from .solve.solver import Problem, Score, Search, score
 from .solve.tiers import OWNER_POOLED
 from .tables import TableConfig, TablesConfig
-from .topology import Topology
+from .topology import BACKENDS, Backend, Topology
 from .units import read_bytes, read_share, show_bytes
 
 GOALS, GRADIENTS = ("train", "serve"), ("fp32", "bf16")
@@ -53,6 +53,8 @@ def make_plan(
     prune: int | None = None,
     hash: float | str | None = None,
     unify: int | None = None,
+    backend: Backend | None = None,
+    sums: str = "fp32",
 ) -> Plan:
     """Decide precision, replicas and placement of every row.
 
@@ -71,6 +73,8 @@ def make_plan(
         prune: No rows for ids seen at most this often.
         hash: Rows by heat within a share of the bytes of all rows (0.125) or within bytes ("20GiB").
         unify: Tables of at most this many rows with equal dimension, pooling and precision become one.
+        backend: Backend of torch.distributed, "gloo" or "nccl", in place of that of the topology.
+        sums: Precision of pooled sums on the wire, "fp32" or "bf16". Sums in bf16 are rounded, so results depend on the plan.
 
     Returns:
         The fastest plan that fits, with its predictions and reasons.
@@ -85,7 +89,7 @@ def make_plan(
         print(explain(plan))
     """
     options = ReductionOptions(prune, hash, unify)
-    request = read_request(tables, heat, topology, budget, goal, gradients, options, shuffled)
+    request = read_request(tables, heat, read_topology(topology, backend), budget, goal, gradients, options, shuffled, sums)
     problem = Problem.of(request.workload())
     scores, search = solve(problem)
     best = scores[0][1]
@@ -94,6 +98,14 @@ def make_plan(
     copies = copies_of_coldest_row(problem, best)
     sensitivities, suggestions = request.sensitivities(best, search), request.suggestions(best, search, copies)
     return assemble(request, problem, scores, search, request.levers(copies), sensitivities, suggestions)
+
+
+def read_topology(given: Topology | str | Path, backend: str | None = None) -> Topology:
+    """A topology, a file or a preset, for another backend if one is given."""
+    found = given if isinstance(given, Topology) else Topology.load(given)
+    if backend not in (None, *BACKENDS):
+        raise BadInput(f"backend is {backend!r}; use one of {', '.join(BACKENDS)}", parameter="backend", value=backend)
+    return found if backend is None else found.model_copy(update={"backend": backend})
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,7 @@ class PlanRequest:
     precisions: tuple[RowPrecision, ...]
     on_host: frozenset[str] = frozenset()  # tables with codes in host memory
     notes: tuple[str, ...] = ()
+    sums: str = "fp32"  # precision of pooled sums on the wire
 
     @property
     def tables(self) -> TablesConfig:
@@ -128,7 +141,7 @@ class PlanRequest:
         works = tuple(self._work(table, stats, precision) for table, stats, precision in each)
         tables = self.reducer.tables
         cluster = Cluster.of(self.topology, id_bytes(sum(work.rows for work in works)))
-        return Workload(cluster, works, self.budget, tables.dense - tables.below, self.gradient, tables.below)
+        return Workload(cluster, works, self.budget, tables.dense - tables.below, self.gradient, tables.below, self.sums)
 
     def _work(self, table: TableConfig, stats: AccessStats, precision: RowPrecision) -> TableWork:
         batch, topology = self.reducer.tables.batch, self.topology
@@ -144,6 +157,7 @@ class PlanRequest:
             effective=stats.effective_share(batch, topology.gpus_per_node, topology.nodes),
             host=table.name in self.on_host,
             id_map_bytes=float(stats.id_map_bytes),
+            lengths=stats.lengths,
         )
 
     @property
@@ -271,15 +285,15 @@ def _replanned_time(
 def read_request(
     tables: TablesConfig | str | Path, heat: HeatInput | str | Path, topology: Topology | str | Path,
     budget: int | str | None = None, goal: str = "train", gradients: str = "fp32",
-    options: ReductionOptions = NO_LEVERS, shuffled: bool = False,
+    options: ReductionOptions = NO_LEVERS, shuffled: bool = False, sums: str = "fp32",
 ) -> PlanRequest:  # fmt: skip
     """Loads files, and settles rows and precision of every table."""
-    for name, given, known in (("goal", goal, GOALS), ("gradients", gradients, GRADIENTS)):
+    for name, given, known in (("goal", goal, GOALS), ("gradients", gradients, GRADIENTS), ("sums", sums, GRADIENTS)):
         if given not in known:
             raise BadInput(f"{name} is {given!r}; use one of {', '.join(known)}", parameter=name, value=given)
     tables = tables if isinstance(tables, TablesConfig) else TablesConfig.load(tables)
     heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
-    topology = topology if isinstance(topology, Topology) else Topology.load(topology)
+    topology = read_topology(topology)
     memory = topology.gpu.memory
     share = 1.0 if budget is None else read_share(budget)
     room = read_bytes(budget) if share is None else int(share * memory)
@@ -299,7 +313,7 @@ def read_request(
     ]
     best = tuple(precisions_of(table)[0] for table in reduced.tables)
     gradient = gradients if goal == "train" else None
-    request = _choose_precisions(PlanRequest(reducer, options, reduced, topology, room, gradient, best))
+    request = _choose_precisions(PlanRequest(reducer, options, reduced, topology, room, gradient, best, sums=sums))
     if request.on_host:
         named = ", ".join(sorted(request.on_host)[:5]) + (", ..." if len(request.on_host) > 5 else "")
         notes.append(f"GPU memory is too small: the codes of {len(request.on_host)} tables lie in host memory: {named}")
@@ -361,7 +375,7 @@ def plan_with_heat(plan: Plan, heat: HeatProfile, topology: Topology | None = No
     """Plan the tables of a plan again for other heat, whose ids are rows: with the same precisions, budget and levers, because
     another id map would assign rows to other ids."""
     cluster = plan.topology if topology is None else topology
-    made = make_plan(tables_of_plan(plan), heat, cluster, plan.budget, plan.goal, plan.gradients)
+    made = make_plan(tables_of_plan(plan), heat, cluster, plan.budget, plan.goal, plan.gradients, sums=plan.sums)
     levers = {table.name: table.levers for table in plan.tables}
     return made.model_copy(
         update={"tables": tuple(t.model_copy(update={"levers": levers[t.name]}) for t in made.tables), "suggestions": ()}

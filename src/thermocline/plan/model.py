@@ -118,7 +118,7 @@ class TablePlan(FileModel):
         tiers: tiers with rows.
         exchange: how ranks exchange rows.
         pooled_by: the side that pools: the rank that looks up, or the owner of the rows.
-        wire_rows: precision of exchanged rows: "int8" as stored, "fp32" for sums or full rows.
+        wire_rows: precision of exchanged rows: "int8" as stored, "fp32" for full rows; of sums "fp32" or "bf16".
         wire_gradients: precision of exchanged gradients.
         levers: reductions of the rows that were applied.
         bytes: bytes by part, all ranks and copies together.
@@ -237,6 +237,7 @@ class Plan(FileModel):
         dense: seconds of the dense layers in a step.
         optimizer: optimizer of the rows.
         gradients: precision of gradients on the wire.
+        sums: precision of pooled sums on the wire.
         tables: the decisions for each table.
         ranks: rows, bytes and lookups of each rank.
         traffic: bytes sent per rank and step, by link class and direction.
@@ -266,6 +267,7 @@ class Plan(FileModel):
     dense: float
     optimizer: Optimizer
     gradients: Literal["fp32", "bf16"]
+    sums: Literal["fp32", "bf16"] = "fp32"
     tables: tuple[TablePlan, ...]
     ranks: tuple[RankPlan, ...] = Field(validation_alias="cards", serialization_alias="cards")
     traffic: tuple[Traffic, ...]

@@ -17,6 +17,10 @@ from thermocline.errors import BadInput
 from .fields import Bytes, Count, PositiveBytes, Rate, Seconds
 from .io import FileModel, Location, Problems, did_you_mean, read_model, read_text
 
+Backend = Literal["gloo", "nccl"]
+BACKENDS: tuple[Backend, ...] = ("gloo", "nccl")
+OVERLAPPING: tuple[Backend, ...] = ("gloo",)  # backends under which exchanges run behind the dense part
+
 PRESETS = files(__package__) / "presets"
 
 _SMALLEST = 1 << 20  # bytes, or bytes per second: a smaller number lacks its unit
@@ -32,6 +36,15 @@ class Link(FileModel):
 
     bandwidth: Rate = Field(description="bytes per second of one GPU and direction, such as 450GB/s")
     latency: Seconds = Field(default=0.0, description="fixed time of one exchange, such as 10us")
+    alone: Rate | None = Field(
+        default=None,
+        description="bytes per second of one GPU while the others of its node are idle; default: bandwidth, as with a network "
+        "card for each GPU. GPUs that share one have more alone",
+    )
+
+    def peak(self, gpus_per_node: int) -> float:
+        """Bytes per second of one GPU while the others of its node are idle, at most what they have together."""
+        return min(max(self.alone or 0.0, self.bandwidth), self.bandwidth * gpus_per_node)
 
 
 class GpuSpec(FileModel):
@@ -77,6 +90,7 @@ class Topology(FileModel):
         gpu: a GPU of the cluster.
         host: host memory of a node.
         links: the links between GPUs.
+        backend: the backend of torch.distributed. Under gloo, exchanges overlap computing; under NCCL they do not.
 
     Example::
 
@@ -95,6 +109,9 @@ class Topology(FileModel):
     gpu: GpuSpec = Field(validation_alias="card", serialization_alias="card")
     host: HostSpec = HostSpec()
     links: Links
+    backend: Backend = Field(
+        default="nccl", description="backend of torch.distributed: gloo overlaps exchanges with computing, nccl does not"
+    )
 
     def _contradictions(self) -> Problems:
         if self.nodes > 1 and self.links.cluster is None:
@@ -105,6 +122,11 @@ class Topology(FileModel):
     def world_size(self) -> int:
         """GPUs of the whole cluster."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether exchanges run behind the dense part."""
+        return self.backend in OVERLAPPING
 
     @classmethod
     def load(cls, path_or_preset: str | Path, nodes: int | None = None) -> Topology:

@@ -80,7 +80,7 @@ def test_what_stops_the_ranks_is_the_result_of_the_job_that_they_were_at(monkeyp
 def test_a_run_that_was_cut_off_is_repeated(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_text('{"name": "a"}\n{"name": "b", "st')
-    assert set(exchange._read(path)) == {"a"}
+    assert set(exchange.read_runs(path)) == {"a"}
 
 
 # -- logs -----------------------------------------------------------------------------------------------------------------

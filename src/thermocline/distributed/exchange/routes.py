@@ -100,7 +100,7 @@ class Routes:
             flat=bool(((self.route_K == FLAT) & ~self.owner_pooled_K).any()), relayed=self.relayed, second=self.tier2,
             first=self.tier1, summed=self.owner_pooled, slots=any(part.slots for part in parts),
         )  # fmt: skip
-        self.sum_bytes_K: dict[Phase, Counts] = self.bytes_K | {"rows": 4 * np.array([part.dim for part in parts])}
+        self.sum_bytes_K: dict[Phase, Counts] = self.bytes_K | {"rows": np.array([part.sum_bytes for part in parts])}
         self.exchanges = 1 + self.owner_pooled  # of rows, and of sums
         self.header_numbers = 1 + COUNTS * self.exchanges  # before a batch: what the rank does, and counts
 

@@ -49,6 +49,7 @@ class TablePart:
     int8_slots: int = 0
     is_local: bool = True  # False: a whole table on another rank
     owner_pooled: bool = False  # the owners of rows pool bags (`exchange/owner_pooling.py`)
+    sums: str = "fp32"  # precision of pooled sums in messages: fp32 or bf16
 
     @property
     def format(self) -> int:
@@ -70,6 +71,10 @@ class TablePart:
     @property
     def gradient_bytes(self) -> int:
         return self.dim * (4 if self.gradient == "fp32" else 2)
+
+    @property
+    def sum_bytes(self) -> int:
+        return self.dim * (4 if self.sums == "fp32" else 2)
 
 
 class RowLocations(NamedTuple):
@@ -130,7 +135,8 @@ class RowIndex:
                 slots = _slots(plan, map, tier)
                 precision, rows = precisions.get(tier, plan.precision), 1 if elsewhere else rows
                 part = TablePart(table, plan.name, tier, plan.dim, precision, rows, exchange, gradient, *slots, not elsewhere)
-                found.append(replace(part, owner_pooled=tier == 3 and plan.pooled_by == "owner"))
+                pooled = tier == 3 and plan.pooled_by == "owner"
+                found.append(replace(part, owner_pooled=pooled, sums="bf16" if plan.wire_rows == "bf16" else "fp32"))
         return found
 
     @property

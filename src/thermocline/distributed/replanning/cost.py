@@ -78,7 +78,8 @@ def step_seconds(plan: Plan, tables: Sequence[TablePlan], row_index: RowIndex, h
         share, rows = _rows_of(row_index, k, known)
         price = _sums_cost if part.owner_pooled else _rows_cost
         sent, local, part_early = price(plan, machine, part, share, rows, known)
-        over = machine.seconds_L @ sent * (machine.world_size if table.placement == "card" else 1)
+        straight = C.at_once(part.tier, part.exchange)
+        over = machine.even_seconds(sent, straight) * (machine.world_size if table.placement == "card" else 1)
         if table.placement != "card":
             early += part_early
         for name, direction in (("ids", C.IDS), ("rows", C.ROWS), ("gradients", C.GRADIENTS), ("sync", C.SYNC)):
@@ -115,7 +116,8 @@ def _rows_cost(
     asked = request_probability(share, known.lookups, machine, known.fresh)
     wire, gradient = np.full(len(share), float(part.row_bytes)), float(part.gradient_bytes)
     sent = C.bytes_sent(asked, machine, part.tier, part.exchange, wire, gradient)
-    early = float(machine.seconds_L @ (sent[:, C.ROWS] * (1 - asked.any) * rows).sum(axis=-1))
+    deferred = (sent[:, C.ROWS] * (1 - asked.any) * rows).sum(axis=-1)
+    early = float(machine.even_seconds(deferred, C.at_once(part.tier, part.exchange)))
     update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim
     looked, updated = C.memory_traffic(asked, machine, part.tier, part.exchange, wire, gradient, update)
     read = known.lookups * float((share * rows).sum()) * part.row_bytes
@@ -128,8 +130,8 @@ def _sums_cost(
     """`_rows_cost` of an owner-pooled part, as in `plan/cost/unsharded_cost.py`."""
     table = plan.table(part.name)
     lookups, bags = known.lookups * float((share * rows).sum()), float(plan.batch * len(table.features))
-    sums = bags * C.expected_owners(lookups / bags, 1 if table.placement == "card" else machine.world_size)
-    asked = np.array([lookups * machine.id_bytes, sums * 4 * part.dim, sums * part.gradient_bytes, 0.0])
+    sums = bags * C.expected_owners([(lookups / bags, 1.0)], 1 if table.placement == "card" else machine.world_size)
+    asked = np.array([lookups * machine.id_bytes, sums * part.sum_bytes, sums * part.gradient_bytes, 0.0])
     peers_L1 = np.array([[machine.gpus_per_node - 1], [machine.world_size - machine.gpus_per_node]])
     sent = asked * peers_L1 / machine.world_size
     update = 2.0 * (part.row_bytes + state_bytes(part.dim, plan.optimizer)) + 4 * part.dim

@@ -11,7 +11,7 @@ from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import Counts
 from thermocline.plan.cost.memory import state_bytes
 from thermocline.plan.cost.phases import CommScope, exchange_latency, exchange_phases, phase_latency
-from thermocline.plan.cost.step_cost import TOUCHES, Cluster, Floats
+from thermocline.plan.cost.step_cost import CLUSTER, NODE, TOUCHES, Cluster, Floats
 from thermocline.plan.model import LINK_CLASSES, STEP_PARTS, Direction, Plan
 
 _NODE, _CLUSTER = (LINK_CLASSES.index(link) for link in ("node", "cluster"))
@@ -34,8 +34,6 @@ class StepTimer:
         self.machine, self.plan, self.routes = Cluster.of(plan.topology), plan, routes
         parts, state = row_index.parts, [state_bytes(part.dim, plan.optimizer) for part in row_index.parts]
         self.update_K = np.array([2 * (part.row_bytes + s) + 4 * part.dim for part, s in zip(parts, state, strict=True)])
-        self.seconds_L = np.zeros(len(LINK_CLASSES))
-        self.seconds_L[[_NODE, _CLUSTER]] = self.machine.seconds_L
         self.total = dict.fromkeys(STEP_PARTS, 0.0)
         self.turns = list(exchange_phases(routes.uses, routes.nodes, routes.local_size, prefetch=bool(plan.step.overlaps)))
         self.latency = sum(phase_latency(self.machine, self.turns))  # of a step
@@ -44,7 +42,7 @@ class StepTimer:
     def _begin(self) -> None:
         ranks = self.machine.world_size
         self.memory: dict[str, Floats] = {"lookup": np.zeros(ranks), "update": np.zeros(ranks)}  # bytes
-        self.busy: dict[tuple[CommScope, Kind, Phase], Floats] = {}  # [sent and received, rank] seconds
+        self.busy: dict[tuple[CommScope, Kind, Phase], Floats] = {}  # [link, sent and received, rank] bytes
 
     def results(self, table: int, first: int, lookups_C: Counts, samples_C: Counts) -> None:
         """Output vectors of a feature are written, and their gradients read."""
@@ -71,12 +69,11 @@ class StepTimer:
 
     def counts(self, direction: Direction, near: int, far: int) -> None:
         """Numbers per rank to peers of its node and of other nodes, the same on all ranks."""
-        sizes = COUNT_BYTES * (near * self.seconds_L[_NODE] + far * self.seconds_L[_CLUSTER])
-        self.total[direction] += sizes
+        self.total[direction] += COUNT_BYTES * float(self.machine.seconds_L @ [near, far])
 
     def all_to_all(self, reach: CommScope, kind: Kind, phase: Phase, out_CLK: Counts, in_CLK: Counts) -> None:
-        busy = self.busy.setdefault((reach, kind, phase), np.zeros((2, self.machine.world_size)))
-        busy += np.stack([sent_CLK.sum(axis=2) @ self.seconds_L for sent_CLK in (out_CLK, in_CLK)])
+        busy = self.busy.setdefault((reach, kind, phase), np.zeros((2, 2, self.machine.world_size)))
+        busy += np.stack([sent_CLK[:, [_NODE, _CLUSTER]].sum(axis=2).T for sent_CLK in (out_CLK, in_CLK)], axis=1)
         if kind in ("request", "relay") and phase != "ids":  # messages are written to a buffer and read from it
             passed_CLK = in_CLK if phase == "rows" else out_CLK
             self.memory["lookup" if phase == "rows" else "update"] += TOUCHES * passed_CLK[:, [_NODE, _CLUSTER]].sum(
@@ -84,16 +81,15 @@ class StepTimer:
             )
 
     def to_all(self, reach: CommScope, phase: Phase, others: int, bytes_C: Counts) -> None:
-        rate = self.seconds_L[_NODE if reach == "node" else _CLUSTER]
         bytes_NG = bytes_C.reshape(self.machine.nodes, self.machine.gpus_per_node)
         got_NG = bytes_NG.sum(axis=int(reach == "node"), keepdims=True) - bytes_NG
-        busy = self.busy.setdefault((reach, "broadcast", phase), np.zeros((2, self.machine.world_size)))
-        busy += rate * np.stack([others * bytes_C, got_NG.reshape(-1)])
+        busy = self.busy.setdefault((reach, "broadcast", phase), np.zeros((2, 2, self.machine.world_size)))
+        busy[NODE if reach == "node" else CLUSTER] += np.stack([others * bytes_C, got_NG.reshape(-1)])
 
     def end_step(self) -> None:
         """Add the busiest rank of each exchange and of memory work."""
         for (_, kind, phase), busy in self.busy.items():
-            self.total[direction_of(kind, phase)] += float(busy.max())
+            self.total[direction_of(kind, phase)] += float(self.machine.uneven_seconds(busy).max())
         for turn in self.turns:
             self.total[turn.part] += exchange_latency(self.machine, turn.scope)
         for part, bytes_C in self.memory.items():

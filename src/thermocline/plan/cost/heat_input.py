@@ -16,10 +16,11 @@ from thermocline.heat.curve import Curve
 from thermocline.heat.profile import HeatProfile, Ints, TableHeat, add_up
 from thermocline.plan.tables import TableConfig
 
-from .step_cost import INDEPENDENT, Cluster, EffectiveShare, request_probability
+from .step_cost import INDEPENDENT, BagLengths, Cluster, EffectiveShare, request_probability
 
 HeatInput = HeatProfile | Mapping[str, Curve]
 _WAY_OUT = "profile its column, or name the table's features in the tables file"
+LENGTHS = 32  # groups of bag lengths
 _ONE_RANK = Cluster(1, 1, 1.0, 1.0, 1.0)
 
 
@@ -33,6 +34,7 @@ class AccessStats(NamedTuple):
     id_map_bytes: int = 0  # on every rank
     unseen: int = 0  # rows that the log has not shown
     rare: tuple[int, int] = (0, 0)  # rows seen once and twice
+    lengths: BagLengths = ()  # of bags
 
     def effective_share(self, batch: int, gpus_per_node: int, nodes: int) -> EffectiveShare:
         """The share of independent lookups in the batches of a rank, a node and the cluster, interpolated in log(samples)."""
@@ -66,7 +68,23 @@ def id_stats_of(heat: HeatInput, table: TableConfig, shuffled: bool = False) -> 
         complete = with_unseen(curve, table.rows, rare) if round(curve.rows) < table.rows else curve
         repeats = effective_shares(parts[0], complete)
     per_sample = sum(part.per_sample if shuffled else part.recent for part in parts)
-    return AccessStats(curve, per_sample if table.lookups is None else table.lookups, repeats=repeats, rare=rare)
+    lookups = per_sample if table.lookups is None else table.lookups
+    return AccessStats(curve, lookups, repeats=repeats, rare=rare, lengths=_bag_lengths(parts))
+
+
+def _bag_lengths(parts: Sequence[TableHeat]) -> BagLengths:
+    """Lengths of the bags of all features and the share of the bags with each; of many lengths, means of equal shares."""
+    length_L = np.concatenate([part.lengths_L for part in parts]).astype(np.float64)
+    bags_L = np.concatenate([part.bags_L for part in parts]).astype(np.float64)
+    order = np.argsort(length_L, kind="stable")
+    length_L, bags_L = length_L[order], bags_L[order]
+    if not bags_L.sum():
+        return ()
+    reach_L = np.cumsum(bags_L) / bags_L.sum()
+    group_L = np.minimum(((reach_L - 0.5 * bags_L / bags_L.sum()) * LENGTHS).astype(np.int64), LENGTHS - 1)
+    share_G = np.bincount(group_L, bags_L, minlength=LENGTHS)
+    mean_G = np.bincount(group_L, bags_L * length_L, minlength=LENGTHS) / np.maximum(share_G, 1e-300)
+    return tuple((float(mean), float(share)) for mean, share in zip(mean_G, share_G / bags_L.sum(), strict=True) if share)
 
 
 def row_stats(ids: AccessStats, rows: int) -> AccessStats:

@@ -7,6 +7,7 @@ read and written for an update, unless the row has a slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +39,9 @@ class Cluster:
     cluster_latency: float = 0.0
     host_rate: float = 0.0  # 0: no rows in host memory
     id_bytes: int = ID_BYTES  # of an id on the wire
+    node_peak: float = 0.0  # rate of one GPU while the others of its node are idle; 0: node_rate
+    cluster_peak: float = 0.0
+    overlaps: bool = True  # exchanges run behind the dense part
 
     @property
     def world_size(self) -> int:
@@ -51,12 +55,31 @@ class Cluster:
             topology.nodes, topology.gpus_per_node, topology.gpu.bandwidth,
             links.node.bandwidth, far.bandwidth, links.node.latency, far.latency,
             links.host.bandwidth if links.host else 0.0, id_bytes,
+            links.node.peak(topology.gpus_per_node), far.peak(topology.gpus_per_node), topology.overlaps,
         )  # fmt: skip
 
     @property
     def seconds_L(self) -> Floats:
         """Seconds per byte over each class of links."""
         return np.array([1 / self.node_rate, 1 / self.cluster_rate])
+
+    @property
+    def peak_seconds_L(self) -> Floats:
+        """The same for one GPU while the others of its node are idle."""
+        return np.array([1 / max(self.node_peak, self.node_rate), 1 / max(self.cluster_peak, self.cluster_rate)])
+
+    def uneven_seconds(self, sent_LR: Floats) -> Floats:
+        """Seconds of an exchange in which ranks send bytes [link, ..., rank]: of the busiest GPU, or of the busiest node, whose
+        GPUs may share a link."""
+        *shape, ranks = sent_LR.shape
+        by_node = sent_LR.reshape(*shape, ranks // self.gpus_per_node, self.gpus_per_node).mean(axis=-1)
+        gpu, node = sent_LR.max(axis=-1), by_node.max(axis=-1)
+        return np.asarray(np.maximum(_slowest(self.peak_seconds_L, gpu), _slowest(self.seconds_L, node)))
+
+    def even_seconds(self, sent: Floats, at_once: bool = True) -> Floats:
+        """Seconds of an exchange in which every rank sends these bytes [link, ...]: over both links `at_once`, as in one
+        all-to-all among all ranks, or over one after the other."""
+        return _slowest(self.seconds_L, sent) if at_once else np.asarray(np.tensordot(self.seconds_L, sent, axes=1))
 
     def copies(self, tier: int) -> float:
         """Copies of a row of a tier on one rank, as a mean."""
@@ -65,6 +88,11 @@ class Cluster:
     def local_share(self, tier: int, exchange: Exchange) -> float:
         """The chance that a requested row of a tier is already on the rank where the request goes first."""
         return {1: 0.0, 2: 1 / self.gpus_per_node, 3: 1 / (self.gpus_per_node if exchange == "node" else self.world_size)}[tier]
+
+
+def _slowest(seconds_L: Floats, sent: Floats) -> Floats:
+    """Seconds of the slower link."""
+    return np.asarray(np.maximum(seconds_L[NODE] * sent[NODE], seconds_L[CLUSTER] * sent[CLUSTER]), np.float64)
 
 
 class RequestProbability(NamedTuple):
@@ -184,6 +212,21 @@ def wire_bytes(dim: int, precision: RowPrecision, first_K: Floats, rows_K: Float
     return wire_K, with_fp32_K, with_int8_K
 
 
-def expected_owners(lookups_per_bag: float, ranks: int) -> float:
-    """Expected number of ranks that own rows of one bag."""
-    return -ranks * float(np.expm1(lookups_per_bag * np.log1p(-1.0 / ranks))) if ranks > 1 else min(1.0, lookups_per_bag)
+def at_once(tier: int, exchange: Exchange) -> bool:
+    """Whether rows of a tier travel in one all-to-all, over all links at once: all but relayed and replicated rows."""
+    return tier == 3 and exchange == "flat"
+
+
+BagLengths = Sequence[tuple[float, float]]  # lookups of a bag, and the share of the bags with so many
+
+
+def expected_owners(lengths: BagLengths, ranks: int, hot_H: Floats | None = None) -> float:
+    """Expected number of ranks that own rows of one bag. `hot_H` are the shares of the hottest rows, each on its own rank."""
+    length, weight = np.array(lengths, np.float64).T
+    if ranks == 1:
+        return float(weight @ np.minimum(length, 1.0))
+    hot_H = np.zeros(0) if hot_H is None else hot_H[:ranks]
+    taken_H = np.append(hot_H, 0.0) + max(1.0 - hot_H.sum(), 0.0) / ranks  # the last: any of the other ranks
+    count_H = np.append(np.ones(len(hot_H)), ranks - len(hot_H))
+    none_LH = np.exp(length[:, None] * np.log1p(-np.minimum(taken_H, 1 - 1e-12)))
+    return float(weight @ ((1 - none_LH) @ count_H))

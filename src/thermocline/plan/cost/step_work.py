@@ -17,7 +17,16 @@ from thermocline import formats as F
 from thermocline.heat.curve import Curve
 
 from .memory import RowPrecision, row_bytes, slot_bytes
-from .step_cost import INDEPENDENT, Cluster, EffectiveShare, Floats, RequestProbability, request_probability, wire_bytes
+from .step_cost import (
+    INDEPENDENT,
+    BagLengths,
+    Cluster,
+    EffectiveShare,
+    Floats,
+    RequestProbability,
+    request_probability,
+    wire_bytes,
+)
 
 STEPS = 256  # least steps of a curve with few tables: fine enough to fill memory to 1%
 FINE_TABLES = 64
@@ -40,6 +49,7 @@ class TableWork:
     effective: EffectiveShare = INDEPENDENT
     host: bool = False  # codes in host memory, row-wise
     id_map_bytes: float = 0.0  # on every rank
+    lengths: BagLengths = ()  # of bags, in any unit; empty: all bags are equal
 
     @property
     def codes(self) -> int:
@@ -68,6 +78,7 @@ class Workload:
     dense: float
     gradient: str | None
     below: float = 0.0
+    sums: str = "fp32"  # precision of pooled sums on the wire
 
     def step(self, exposed: Seconds, hidden: Seconds, prefetch_wait: Seconds) -> Seconds:
         """Seconds of a step or request: the shorter of a step with prefetch and a step without.
@@ -75,8 +86,13 @@ class Workload:
         `prefetch_wait` are the seconds that only a step with prefetch waits (`phases.py`); a short dense part cannot hide them.
         """
         alone = exposed + hidden - prefetch_wait + self.dense + self.below
-        found: Seconds = np.minimum(alone, self.overlapped(exposed, hidden)) if self.gradient else alone
+        found: Seconds = np.minimum(alone, self.overlapped(exposed, hidden)) if self.overlaps else alone
         return found
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether exchanges run behind the dense part: in training, under a backend that can."""
+        return self.gradient is not None and self.cluster.overlaps
 
     def overlapped(self, exposed: Seconds, hidden: Seconds) -> Seconds:
         """Seconds of a step that prefetches the next batch."""
@@ -101,6 +117,7 @@ class Grid:
     int8_slot: Floats  # bytes
     state: Floats
     gradient: Floats  # bytes of a gradient on the wire
+    sum: Floats  # bytes of a pooled sum on the wire
     lookups: Floats
     bags: Floats
     host: Floats  # bytes of a row in host memory, 0 where it is on the GPUs
@@ -148,6 +165,7 @@ class Grid:
             int8_slot=column(lambda work: slot_bytes(work.dim, near=True)),
             state=column(lambda work: work.state),
             gradient=column(lambda work: row_bytes(work.dim, workload.gradient) if workload.gradient else 0),
+            sum=column(lambda work: row_bytes(work.dim, workload.sums)),
             lookups=lookups,
             bags=column(lambda work: work.bags),
             host=column(lambda work: work.codes if work.host else 0),

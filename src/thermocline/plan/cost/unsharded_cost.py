@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .step_cost import GRADIENTS, IDS, ROWS, TOUCHES, Floats, buffer_bytes, expected_owners
-from .step_work import Grid, Workload, rotation_bytes
+from .step_work import Grid, TableWork, Workload, rotation_bytes
+
+HOT = 64  # rows whose owners are taken to be different
 
 
 class UnsplitCosts(NamedTuple):
@@ -24,6 +26,8 @@ class UnsplitCosts(NamedTuple):
     sent: Floats  # [link, direction, T] bytes, mean over ranks
     pooled: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]  # sums travel
     requested: Floats  # bytes of the buffers of every rank that requests rows of a table-wise table; `bytes` has the rest
+    served: Floats  # [link, direction, T] bytes that the owner of a table-wise table exchanges with all other ranks
+    mean: Floats  # exposed seconds of a rank, if many table-wise tables keep all ranks busy
 
 
 def fixed_seconds(workload: Workload, grid: Grid) -> Floats:
@@ -56,18 +60,23 @@ def table_wise_costs(workload: Workload, grid: Grid) -> UnsplitCosts:
     rows = np.stack(
         [distinct * cluster.id_bytes, (grid.requested.rank * grid.rows * grid.wire).sum(axis=1), distinct * grid.gradient]
     )
-    bags = np.stack([grid.lookups * cluster.id_bytes, grid.bags * 4 * grid.dim, grid.bags * grid.gradient])
+    bags = np.stack([grid.lookups * cluster.id_bytes, grid.bags * grid.sum, grid.bags * grid.gradient])
     pooled = np.array([work.pooled for work in workload.tables]) & (bags.sum(axis=0) < rows.sum(axis=0))
     moved = np.where(pooled, bags, rows)  # [direction, T] bytes between the owner and one requesting rank
-    seconds = moved * (cluster.seconds_L * [inside, between]).sum()
+    served = np.zeros((2, 4, len(grid.dim)))
+    served[:, :3] = moved * np.array([inside, between])[:, None, None]
+    one_of_node = np.array([1.0, *[0.0] * (cluster.gpus_per_node - 1)])  # the owner alone
+    seconds = cluster.uneven_seconds(served[..., None] * one_of_node)
     read = grid.read.sum(axis=1)
     lookup = np.where(pooled, ranks * (read + moved[ROWS]), read + 2 * ranks * moved[ROWS])
     local = np.stack([lookup, ranks * TOUCHES * moved[GRADIENTS] + _update_bytes(workload, grid)]) / cluster.memory_rate
-    sent = np.zeros((2, 4, len(grid.dim)))
-    sent[:, :3] = moved * np.array([inside, between])[:, None, None] / ranks
+    sent = served / ranks
     buffers = buffer_bytes(sent, _without_sync(moved / ranks)) / 2  # of one requesting rank, and of the owner for each
     exposed = local.sum(axis=0) + seconds[ROWS] + seconds[GRADIENTS]
-    return UnsplitCosts(exposed, seconds[IDS], one_copy_bytes(grid) + ranks * buffers, local, sent, pooled, buffers)
+    even = cluster.even_seconds(sent)
+    mean = local.sum(axis=0) / ranks + even[ROWS] + even[GRADIENTS]
+    held = one_copy_bytes(grid) + ranks * buffers
+    return UnsplitCosts(exposed, seconds[IDS], held, local, sent, pooled, buffers, served, mean)
 
 
 def share_of_bags(lengths: Floats, taken: Floats) -> Floats:
@@ -75,16 +84,27 @@ def share_of_bags(lengths: Floats, taken: Floats) -> Floats:
     return np.asarray(-np.expm1(np.maximum(lengths, 1e-9) * np.log1p(-np.minimum(taken, 1 - 1e-12))), np.float64)
 
 
+def _owners(work: TableWork, length: float, ranks: int) -> float:
+    """Expected number of ranks that own rows of a bag of one table, with `length` lookups as a mean."""
+    known = work.lengths or ((1.0, 1.0),)
+    scale = length / max(sum(each * share for each, share in known), 1e-9)
+    hottest = work.curve.rows_K[:HOT].astype(np.int64)
+    hot_H = np.repeat(work.curve.share_K[: len(hottest)], np.minimum(hottest, HOT))[:HOT]
+    return expected_owners([(each * scale, share) for each, share in known], ranks, hot_H)
+
+
 def owner_pooled_costs(workload: Workload, grid: Grid) -> UnsplitCosts:
     """Tables split row-wise over all ranks, each of which sums its part of a bag. Infinite where sums cannot travel."""
     cluster = workload.cluster
     shares = np.array([cluster.gpus_per_node - 1, cluster.world_size - cluster.gpus_per_node]) / cluster.world_size
     lengths = grid.lookups / np.maximum(grid.bags, 1e-9)
-    sums = grid.bags * np.array([expected_owners(length, cluster.world_size) for length in lengths])
-    moved = np.stack([grid.lookups * cluster.id_bytes, sums * 4 * grid.dim, sums * grid.gradient])
+    sums = grid.bags * np.array(
+        [_owners(work, length, cluster.world_size) for work, length in zip(workload.tables, lengths, strict=True)]
+    )
+    moved = np.stack([grid.lookups * cluster.id_bytes, sums * grid.sum, sums * grid.gradient])
     sent = np.zeros((2, 4, len(grid.dim)))
     sent[:, :3] = moved * shares[:, None, None]
-    seconds = np.tensordot(cluster.seconds_L, sent, axes=1)
+    seconds = cluster.even_seconds(sent)
     updates = TOUCHES * moved[GRADIENTS] + _update_bytes(workload, grid) / cluster.world_size
     local = np.stack([grid.read.sum(axis=1) + TOUCHES * moved[ROWS], updates]) / cluster.memory_rate
     possible = np.array([work.pooled for work in workload.tables])
@@ -92,4 +112,5 @@ def owner_pooled_costs(workload: Workload, grid: Grid) -> UnsplitCosts:
     rotations = grid.rows.sum(axis=1) * rotation_bytes(cluster.world_size)
     held = (one_copy_bytes(grid) + rotations) / cluster.world_size
     buffers = buffer_bytes(sent, _without_sync(moved / cluster.world_size))
-    return UnsplitCosts(exposed, seconds[IDS], held + buffers, local, sent, possible, np.zeros_like(buffers))
+    none = np.zeros_like(sent)
+    return UnsplitCosts(exposed, seconds[IDS], held + buffers, local, sent, possible, np.zeros_like(buffers), none, exposed)

@@ -13,7 +13,7 @@ import numpy as np
 from thermocline.plan import model as M
 from thermocline.plan.cost.phases import exchange_latency, phase_latency
 from thermocline.plan.cost.step_cost import CLUSTER, NODE, Floats
-from thermocline.plan.solve.solver import Problem, Score, Search, phases, prefetches
+from thermocline.plan.solve.solver import Problem, Score, Search, pack_on, phases, prefetches
 from thermocline.plan.solve.tiers import OPTIONS, OWNER_POOLED, TABLE_WISE
 from thermocline.plan.tables import TableConfig
 
@@ -54,6 +54,7 @@ def assemble(
         dense=given.dense,
         optimizer=given.optimizer,
         gradients="bf16" if workload.gradient == "bf16" else "fp32",
+        sums="bf16" if workload.sums == "bf16" else "fp32",
         tables=tuple(_table(problem, best, n, costs[n], t, why, levers.get(t.name, ())) for n, t in enumerate(given.tables)),
         ranks=_ranks(problem, best, costs),
         traffic=_traffic(sent, kept, messages(problem, best), host),
@@ -102,7 +103,7 @@ def _table(
         tiers=_tiers(problem, best, n, cost),
         exchange="none" if not travels else OPTIONS[choice].exchange if choice < OWNER_POOLED else "flat",
         pooled_by="owner" if pooled else "asker",
-        wire_rows="fp32" if pooled else work.precision.base,
+        wire_rows=problem.workload.sums if pooled else work.precision.base,
         wire_gradients=problem.workload.gradient or "none",
         levers=levers,
         bytes={part: round(size) for part, size in zip(M.MEMORY_PARTS, held, strict=True)},
@@ -198,16 +199,10 @@ def _step(problem: Problem, best: Score, costs: Sequence[TableCost], batch: int)
     workload, solution = problem.workload, best.solution
     total = sum((c.seconds for c, rank in zip(costs, solution.rank, strict=True) if rank < 0), np.zeros(6))
     at = np.flatnonzero(solution.rank >= 0)
-    if len(at):
-        own_R = np.zeros((workload.cluster.world_size, 6))
-        for table in at:
-            own = costs[table].seconds.copy()
-            own[[T.LOOKUP, T.UPDATE]] -= problem.fixed[:, table]
-            own_R[solution.rank[table]] += own
-            total[[T.LOOKUP, T.UPDATE]] += problem.fixed[:, table]
-        busiest = own_R[int(np.argmax(own_R[:, [T.LOOKUP, T.UPDATE, T.SEND_ROWS, T.SEND_GRADIENTS]].sum(axis=1)))].copy()
-        busiest[T.SEND_IDS] = own_R[:, T.SEND_IDS].max()
-        total += busiest
+    packed = pack_on(problem, at, solution.rank[at])
+    busiest = packed.local_R[:, int(np.argmax(packed.local_R.sum(axis=0)))]
+    total[[T.LOOKUP, T.UPDATE]] += busiest + problem.fixed[:, at].sum(axis=1)
+    total[[T.SEND_IDS, T.SEND_ROWS, T.SEND_GRADIENTS, T.SEND_SYNC]] += packed.seconds
     excess = problem.hot_owner.loads(solution.choice, solution.second).excess()
     total[[T.SEND_IDS, T.SEND_ROWS, T.SEND_GRADIENTS, T.SEND_SYNC, T.LOOKUP]] += excess  # in the order of `hot_owner.PARTS`
     seconds = {name: float(second) for name, second in zip(_SECONDS_PARTS, total, strict=True)}

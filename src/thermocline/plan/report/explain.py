@@ -39,7 +39,7 @@ def explain(plan: Plan, width: int | None = None) -> str:
     sent = [(LINK_NAMES[link], size(number)) for link, number in link_sums(plan).items()]
     more = [(each.what, value_words(plan, each), each.detail) for each in plan.sensitivities]
     parts = [
-        [verdict(plan), headline(plan), f"Limited by: {plan.binding}."],
+        [verdict(plan), headline(plan), backend_words(plan), f"Limited by: {plan.binding}."],
         _section("Predicted step, by part", step_rows(plan), width),
         _section("Bytes sent per GPU and step", sent, width),
         _section("GPU memory", memory_rows(plan), width),
@@ -87,6 +87,13 @@ def headline(plan: Plan) -> str:
         f"Predicted {what}: {seconds(plan.step.total)}, of which {seconds(plan.step.exposed)} beyond the dense part; "
         f"{count(round(plan.step.throughput))} samples per second."
     )
+
+
+def backend_words(plan: Plan) -> str:
+    """The backend that the plan is for, and what follows from it."""
+    backend, overlaps = plan.topology.backend, plan.topology.overlaps
+    how = "run behind the dense part" if overlaps else "do not overlap the dense part"
+    return f"Backend: {backend}, under which exchanges {how}."
 
 
 def cluster_words(nodes: int, gpus: int) -> str:

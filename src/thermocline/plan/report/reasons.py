@@ -116,7 +116,7 @@ def exchange_one(problem: Problem, best: Score, choice: Ints, first: Ints, secon
     exposed, hidden, held = (new - old for new, old in zip(after, before, strict=True))
     joining, leaving = choice == TABLE_WISE, solution.choice == TABLE_WISE
     ranks = workload.cluster.world_size
-    exposed = exposed + joining * table_wise.exposed - leaving * table_wise.exposed / ranks
+    exposed = exposed + joining * table_wise.exposed - leaving * table_wise.mean
     hidden = hidden + joining * table_wise.hidden - leaving * table_wise.hidden / ranks
     held = held + joining * (table_wise.bytes + table_wise.requested) - leaving * table_wise.requested
     now_T = row_kind_masks(problem, solution.choice, solution.first, solution.second)
@@ -142,7 +142,7 @@ def _bindings(problem: Problem, best: Score, search: Search, saves: float, chose
     full = _memory_bound(problem, best, search, saves)
     free_memory = _with_free_memory(problem, best, search, chosen) if full else chosen
     free_time = chosen
-    if search.mu > 0 and problem.workload.dense > 0 and problem.workload.gradient:
+    if search.mu > 0 and problem.workload.dense > 0 and problem.workload.overlaps:
         choice, kind = _cheapest(choice_costs(problem, search.allowed, 0.0, search.lam)[0])
         free_time = [NAMES[int(c)][int(k)] for c, k in zip(choice, kind, strict=True)]
     found = []
@@ -181,7 +181,7 @@ def plan_binding(problem: Problem, best: Score, search: Search, saves: float) ->
     if _memory_bound(problem, best, search, saves):
         rank = int(np.argmax(best.bytes_R))
         return f"{MEMORY} ({show_bytes(best.peak_bytes)} of {show_bytes(workload.budget)} on rank {rank})"
-    if workload.gradient and best.hidden >= 0.98 * workload.dense > 0:
+    if workload.overlaps and best.hidden >= 0.98 * workload.dense > 0:
         return f"{HIDING} ({best.hidden * 1e3:.3g} ms of ids and rows, {workload.dense * 1e3:.3g} ms of dense compute)"
     replicated = (solution.choice < OWNER_POOLED) & (solution.first >= problem.grid.steps)
     if workload.cluster.world_size == 1 or bool(replicated.all()):

@@ -54,7 +54,7 @@ def _split_cost(problem: Problem, score: Score, table: int, choice: int) -> Tabl
     update = 2 * (row + state) + 4 * dim if workload.gradient else 0.0
     held, sent, local = np.zeros(len(MEMORY_PARTS)), np.zeros((2, 4)), np.zeros(2)
     kept, inside = np.zeros(4), np.zeros(4)
-    counts, early = np.zeros((4, 3)), 0.0
+    counts, early, over = np.zeros((4, 3)), 0.0, np.zeros(len(DIRECTIONS))
     for tier in (1, 2, 3):
         part = slice(ends[tier - 1], ends[tier])
         rows, wire = grid.rows[table, part], grid.wire[table, part]
@@ -70,8 +70,10 @@ def _split_cost(problem: Problem, score: Score, table: int, choice: int) -> Tabl
         held[MAPS] += slots.sum() * SLOT_MAPS * copies + (tier == 3) * rows.sum() * rotation_bytes(cluster.world_size) * copies
         sends = C.bytes_sent(requested, cluster, tier, option.exchange, wire, gradient) * rows
         sent += sends.sum(axis=-1)
+        seconds = cluster.even_seconds(sends, C.at_once(tier, option.exchange))
+        over += seconds.sum(axis=-1)
         if workload.gradient:
-            early += float(cluster.seconds_L @ (sends[:, C.ROWS] * (1 - requested.any)).sum(axis=-1))
+            early += float((seconds[C.ROWS] * (1 - requested.any)).sum())
         kept += (C.bytes_kept(requested, cluster, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
         inside += (C.bytes_local(requested, cluster, tier, option.exchange, wire, gradient) * rows).sum(axis=-1)
         looked_up, updated = C.memory_traffic(requested, cluster, tier, option.exchange, wire, gradient, update)
@@ -86,8 +88,8 @@ def _split_cost(problem: Problem, score: Score, table: int, choice: int) -> Tabl
         host[[C.ROWS, C.GRADIENTS]] = reads, writes * (workload.gradient is not None)
         local += host[[C.ROWS, C.GRADIENTS]] / cluster.host_rate
     rows_by_tier, fp32_by_tier, int8_by_tier, lookups = counts
-    seconds = _seconds(problem, table, sent, local)
-    return TableCost(held, sent, kept, seconds, rows_by_tier, fp32_by_tier, int8_by_tier, lookups, early, host)
+    parts = _seconds(problem, table, over, local)
+    return TableCost(held, sent, kept, parts, rows_by_tier, fp32_by_tier, int8_by_tier, lookups, early, host)
 
 
 def _unsplit_cost(problem: Problem, table: int, choice: int) -> TableCost:
@@ -103,15 +105,20 @@ def _unsplit_cost(problem: Problem, table: int, choice: int) -> TableCost:
     held *= copies
     held[BUFFERS] = cost.bytes[table] - held.sum()
     sent = cost.sent[:, :, table]
-    seconds = _seconds(problem, table, sent * (ranks if choice == TABLE_WISE else 1), cost.local[:, table])
+    cluster = problem.workload.cluster
+    alone = np.array([1.0, *[0.0] * (cluster.gpus_per_node - 1)])  # a table-wise table keeps its owner busy
+    over = (
+        cluster.uneven_seconds(cost.served[:, :, table, None] * alone) if choice == TABLE_WISE else cluster.even_seconds(sent)
+    )
+    seconds = _seconds(problem, table, over, cost.local[:, table])
     counts = np.zeros((4, 3))
     counts[:, 2] = rows.sum(), fp32, int8, 1.0
     kept = sent.sum(axis=0) / max(ranks - 1, 1)
     return TableCost(held, sent, kept, seconds, counts[0], counts[1], counts[2], counts[3], 0.0, np.zeros(4))
 
 
-def _seconds(problem: Problem, table: int, sent: Floats, local: Floats) -> Floats:
-    over = problem.workload.cluster.seconds_L @ sent
+def _seconds(problem: Problem, table: int, over: Floats, local: Floats) -> Floats:
+    """The parts of a table, from seconds of its exchanges [direction] and in GPU memory [lookup and update]."""
     found = np.zeros(6)
     found[[LOOKUP, UPDATE]] = local + problem.fixed[:, table]
     found[[SEND_ROWS, SEND_GRADIENTS, SEND_IDS, SEND_SYNC]] = over[[C.ROWS, C.GRADIENTS, C.IDS, C.SYNC]]

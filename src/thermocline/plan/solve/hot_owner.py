@@ -69,8 +69,8 @@ class HotOwnerCost:
         shape = (3, PARTS, *grid.maps.shape)
         hottest, rest = np.zeros(shape), np.zeros(shape)
         if ranks > 1:
-            everyone = float(cluster.seconds_L @ [cluster.gpus_per_node - 1, ranks - cluster.gpus_per_node])
-            across = float(cluster.seconds_L[1]) * (cluster.nodes - 1)
+            everyone = float((cluster.peak_seconds_L * [cluster.gpus_per_node - 1, ranks - cluster.gpus_per_node]).max())
+            across = float(cluster.peak_seconds_L[1]) * (cluster.nodes - 1)
             gradient = np.broadcast_to(grid.gradient[:, None], grid.wire.shape)
             sizes = {IDS: np.full_like(grid.wire, cluster.id_bytes), ROWS: grid.wire, GRADIENTS: gradient}
             for n, (requested, seconds) in enumerate(((grid.requested.rank, everyone), (grid.requested.node, across))):
@@ -119,13 +119,13 @@ def _owner_pooled(workload: Workload, grid: Grid) -> Floats:
     found = np.zeros((PARTS, len(grid.dim)))
     if ranks == 1:
         return found
-    everyone = float(cluster.seconds_L @ [cluster.gpus_per_node - 1, ranks - cluster.gpus_per_node])
+    everyone = float((cluster.peak_seconds_L * [cluster.gpus_per_node - 1, ranks - cluster.gpus_per_node]).max())
     hot = grid.share[:, 0]
     taken = hot + (1 - hot) / ranks  # share of the lookups that the owner serves
     excess = grid.lookups * (taken - 1 / ranks)
     lengths = grid.lookups / np.maximum(grid.bags, 1e-9)
     sums = grid.bags * np.maximum(share_of_bags(lengths, taken) - share_of_bags(lengths, np.full_like(taken, 1 / ranks)), 0.0)
     found[IDS] = excess * cluster.id_bytes * everyone
-    found[ROWS], found[GRADIENTS] = sums * 4 * grid.dim * everyone, sums * grid.gradient * everyone
+    found[ROWS], found[GRADIENTS] = sums * grid.sum * everyone, sums * grid.gradient * everyone
     found[LOOKUP] = excess * ranks * grid.row / cluster.memory_rate
     return found

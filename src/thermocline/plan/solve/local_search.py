@@ -54,7 +54,7 @@ def _improve(problem: Problem, found: Score, allowed: Mask, table: int) -> Score
     sums = split_sums(problem, solution.choice, solution.first, solution.second)
     hidden, held = (0.0, 0.0) if solution.choice[table] == TABLE_WISE else (float(sums[1][table]), float(sums[2][table]))
     room = workload.budget - (found.peak_bytes - held)
-    slack = (workload.dense if workload.gradient else 0.0) - (found.hidden - hidden)
+    slack = (workload.dense if workload.overlaps else 0.0) - (found.hidden - hidden)
     choices = split_choices(problem, found, allowed, table)
     time = choices.exposed + np.maximum(choices.hidden - slack, 0.0)
     time[choices.bytes > room] = np.inf

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.plan.cost.phases import ExchangePhase, RowKinds, exchange_phases, phase_latency, prefetch_latency
-from thermocline.plan.cost.step_cost import IDS, Floats
+from thermocline.plan.cost.step_cost import GRADIENTS, IDS, ROWS, Floats
 from thermocline.plan.cost.step_work import Grid, Workload
 from thermocline.plan.cost.unsharded_cost import UnsplitCosts, fixed_seconds, owner_pooled_costs, table_wise_costs
+from thermocline.plan.model import DIRECTIONS
 
 from .hot_owner import HotOwnerCost
 from .tiers import CHOICES, OPTIONS, OWNER_POOLED, TABLE_WISE, TIER_SETS, Ints, PrefixCosts, best_splits, prefix_costs
@@ -126,7 +128,7 @@ def choice_costs(problem: Problem, allowed: Mask, mu: float, lam: float) -> tupl
         else:  # row-wise only: no positions to search
             costs[:, n, 0] = (option.exposed[2] + mu * option.hidden[2] + lam * option.bytes[2])[:, -1]
     for n, cost, share in ((OWNER_POOLED, problem.owner_pooled, 1), (TABLE_WISE, problem.table_wise, ranks)):
-        costs[:, n, 0] = (cost.exposed + mu * cost.hidden + lam * cost.bytes) / share + lam * cost.requested
+        costs[:, n, 0] = cost.mean + (mu * cost.hidden + lam * cost.bytes) / share + lam * cost.requested
     costs[~allowed] = np.inf
     return costs, first, second
 
@@ -173,16 +175,16 @@ def score(problem: Problem, choice: Ints, first: Ints, second: Ints) -> Score:
     exposed_T, hidden_T, bytes_T = split_sums(problem, choice, first, second)
     at = np.flatnonzero(choice == TABLE_WISE)
     taken = float(bytes_T.sum() + problem.grid.id_maps.sum() + problem.table_wise.requested[at].sum())
-    placed, load_R, wait_R, extra_R = pack(problem, at, taken)
+    packed = pack(problem, at, taken)
     rank = np.full(len(choice), -1)
-    rank[at] = placed
+    rank[at] = packed.rank
     kinds = np.logical_or.reduce(row_kind_masks(problem, choice, first, second), axis=1, keepdims=True)
     exposed_wait, hidden_wait, prefetch_wait = latency(problem, kinds)[:, 0]
     excess_ids, excess = split_off_ids(problem.hot_owner.loads(choice, second).excess())
-    exposed = float(problem.fixed.sum() + exposed_T.sum() + load_R.max() + exposed_wait + excess)
-    hidden = float(hidden_T.sum() + wait_R.max() + hidden_wait + excess_ids)
+    exposed = float(problem.fixed.sum() + exposed_T.sum() + packed.exposed + exposed_wait + excess)
+    hidden = float(hidden_T.sum() + packed.hidden + hidden_wait + excess_ids)
     time = float(problem.workload.step(exposed, hidden, float(prefetch_wait)))
-    return Score(time, exposed, hidden, taken + extra_R, Solution(choice, first, second, rank))
+    return Score(time, exposed, hidden, taken + packed.bytes_R, Solution(choice, first, second, rank))
 
 
 def split_off_ids(excess: Floats) -> tuple[Floats, Floats]:
@@ -190,26 +192,53 @@ def split_off_ids(excess: Floats) -> tuple[Floats, Floats]:
     return excess[IDS], excess.sum(axis=0) - excess[IDS]
 
 
-def pack(problem: Problem, at: Ints, taken: float) -> tuple[Ints, Floats, Floats, Floats]:
-    """A rank for each of the tables `at`: longest first, each to the least loaded rank with room. Also the exposed seconds,
-    hidden seconds and bytes of every rank."""
-    cost, ranks = problem.table_wise, problem.workload.cluster.world_size
-    load_R, wait_R, bytes_R = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+class Packed(NamedTuple):
+    """Table-wise tables on ranks: the rank of each, bytes of every rank, and the work of the busiest ranks."""
+
+    rank: Ints
+    bytes_R: Floats
+    local_R: Floats  # [lookup and update, rank] seconds in GPU memory
+    seconds: Floats  # [direction] in exchanges
+
+    @property
+    def exposed(self) -> float:
+        return float(self.local_R.sum(axis=0).max() + self.seconds[ROWS] + self.seconds[GRADIENTS])
+
+    @property
+    def hidden(self) -> float:
+        return float(self.seconds[IDS])
+
+
+def pack(problem: Problem, at: Ints, taken: float) -> Packed:
+    """A rank for each of the tables `at`: longest first, each to the least loaded rank with room."""
+    cost, cluster = problem.table_wise, problem.workload.cluster
+    ranks, gpus = cluster.world_size, cluster.gpus_per_node
+    load_R, node_R, bytes_R = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)  # `node_R`: of its node, the mean of its ranks
     placed = np.zeros(len(at), np.int64)
-    if not len(at):
-        return placed, load_R, wait_R, bytes_R
     room = problem.workload.budget - taken
     by_load, by_bytes = cost.exposed[at], cost.bytes[at]
     weight = by_load / max(by_load.sum(), 1e-30) + by_bytes / max(by_bytes.sum(), 1.0)
     for n in np.argsort(-weight, kind="stable"):
         table = at[n]
         fits = bytes_R + cost.bytes[table] <= room
-        to = int(np.argmin(np.where(fits, load_R, np.inf)) if fits.any() else np.argmin(bytes_R))
+        busy_R = np.maximum(load_R, node_R) + 1e-3 * load_R
+        to = int(np.argmin(np.where(fits, busy_R, np.inf)) if fits.any() else np.argmin(bytes_R))
         placed[n] = to
         load_R[to] += cost.exposed[table]
-        wait_R[to] += cost.hidden[table]
+        node_R[to // gpus * gpus : to // gpus * gpus + gpus] += cost.mean[table] * cluster.nodes
         bytes_R[to] += cost.bytes[table]
-    return placed, load_R, wait_R, bytes_R
+    return pack_on(problem, at, placed)
+
+
+def pack_on(problem: Problem, at: Ints, placed: Ints) -> Packed:
+    """The tables `at` on these ranks."""
+    cost, ranks = problem.table_wise, problem.workload.cluster.world_size
+    served_LDR, local_R = np.zeros((2, len(DIRECTIONS), ranks)), np.zeros((2, ranks))
+    np.add.at(served_LDR.transpose(2, 0, 1), placed, cost.served[:, :, at].transpose(2, 0, 1))
+    np.add.at(local_R.T, placed, cost.local[:, at].T)
+    bytes_R = np.zeros(ranks)
+    np.add.at(bytes_R, placed, cost.bytes[at])
+    return Packed(placed, bytes_R, local_R, problem.workload.cluster.uneven_seconds(served_LDR))
 
 
 def row_kind_masks(problem: Problem, choice: Ints, first: Ints, second: Ints) -> Mask:
@@ -259,7 +288,7 @@ def phases(problem: Problem, score: Score) -> list[ExchangePhase]:
 
 def prefetches(workload: Workload, score: Score) -> bool:
     """Whether the step prefetches the next batch: not where that makes it longer."""
-    return workload.gradient is not None and bool(workload.overlapped(score.exposed, score.hidden) <= score.time)
+    return workload.overlaps and bool(workload.overlapped(score.exposed, score.hidden) <= score.time)
 
 
 @dataclass
@@ -287,7 +316,7 @@ class Search:
 
     def run(self) -> Score | None:
         workload = self.problem.workload
-        hides = workload.gradient is not None and workload.dense > 0
+        hides = workload.overlaps and workload.dense > 0
         mu, lam = (0.5 if hides else 1.0), 0.0
         width = 1.0
         for round in range(ROUNDS):

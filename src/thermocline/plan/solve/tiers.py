@@ -70,7 +70,7 @@ def prefix_costs(workload: Workload, grid: Grid, option: Option) -> PrefixCosts:
         update = (2 * (grid.row + grid.state) + 4 * grid.dim)[:, None] if trains else 0.0
         sent = C.bytes_sent(grid.requested, cluster, tier, option.exchange, wire, gradient)
         lookup, updating = C.memory_traffic(grid.requested, cluster, tier, option.exchange, wire, gradient, update)
-        seconds = np.tensordot(cluster.seconds_L, sent, axes=1)
+        seconds = cluster.even_seconds(sent, C.at_once(tier, option.exchange))
         late = seconds[C.ROWS] * (grid.requested.any if trains else 1.0)  # rows that the step before updates
         exposed = (lookup + updating) / cluster.memory_rate + late + seconds[C.GRADIENTS] + seconds[C.SYNC]
         hidden = seconds[C.IDS] + seconds[C.ROWS] - late
