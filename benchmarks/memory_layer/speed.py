@@ -157,7 +157,7 @@ def check(arm: dict[str, Any], shape: GPTShape, device: str) -> None:
 
 def measure(job: dict[str, Any]) -> Iterator[Measurement]:
     """Check the arms; time steps of all of them in turn; then time decoding with those in host memory."""
-    shape, device = GPTShape(**job["shape"]), job["device"]
+    shape, device, start = GPTShape(**job["shape"]), job["device"], time.perf_counter()
     if device == "cpu":
         torch.set_num_threads(1)
     for how in job["arms"]:
@@ -176,7 +176,7 @@ def measure(job: dict[str, Any]) -> Iterator[Measurement]:
         found = tried(how["name"], lambda how=how: _ready(how, training, arms, job["settle"]))  # type: ignore[misc]
         if "error" in found:
             yield found
-    yield from _raced(training, arms, job)
+    yield from _raced(training, arms, job, start + job["race_until_s"])
     if job["decode"]:
         peer = UvaGather(job["peer_rows"], job["arms"][0]["dim"], device)
         for arm in arms.values():
@@ -191,12 +191,14 @@ def _ready(how: dict[str, Any], training: Training, arms: dict[str, Arm], settle
     return {}
 
 
-def _raced(training: Training, arms: dict[str, Arm], job: dict[str, Any]) -> Iterator[Measurement]:
-    """Stretches of steps of every arm in turn, with the order reversed in every second round."""
+def _raced(training: Training, arms: dict[str, Arm], job: dict[str, Any], deadline: float) -> Iterator[Measurement]:
+    """Stretches of steps of every arm in turn, with the order reversed in every second round; fewer rounds if time runs out."""
     device, none = job["device"], "none"
     taken: dict[str, list[list[float]]] = {name: [] for name in (none, *arms)}
     before = {name: arm.memory.table.stats() for name, arm in arms.items()}
     for turn in range(job["rounds"] + 1):  # the first is not timed
+        if turn > 2 and time.perf_counter() > deadline:
+            break
         for name in list(taken) if turn % 2 else list(taken)[::-1]:
             if name == none:
                 ms = stretch(training.without, training.draw, device, job["steps"])
