@@ -16,8 +16,9 @@ SMALL = {
     "plan_cluster": ({"count": 3}, "tier 3"),
     "serve_and_query": ({"steps": 2}, "equal to the rows of the checkpoint"),
     "lightning_trainer": ({"samples": 600}, "codes"),
+    "memory_llama": ({"steps": 2}, "MemoryQwen: equal after loading"),
 }
-NEEDS = {"lightning_trainer": "lightning", "serve_and_query": "tritonclient"}
+NEEDS = {"lightning_trainer": "lightning", "memory_llama": "transformers", "serve_and_query": "tritonclient"}
 UNDER_TORCHRUN = {"sequence_many_gpus"}  # tests/distributed/test_example.py
 
 
@@ -28,10 +29,10 @@ def load(name):
     return module
 
 
-def test_there_are_at_most_six_scripts_and_all_are_run_here():
+def test_there_are_at_most_seven_scripts_and_all_are_run_here():
     names = {file.stem for file in FOLDER.glob("*.py")}
     assert names == set(SMALL) | UNDER_TORCHRUN
-    assert len(names) <= 6
+    assert len(names) <= 7
 
 
 @pytest.mark.parametrize("name", SMALL)

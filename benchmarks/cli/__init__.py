@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import cluster, learning, results, rows, serving
+from . import cluster, language, learning, results, rows, serving
 from .shared import app
 
-__all__ = ["app", "cluster", "learning", "results", "rows", "serving"]
+__all__ = ["app", "cluster", "language", "learning", "results", "rows", "serving"]

@@ -138,7 +138,7 @@ def sweep(
     measure(json, quiet, run, summary.table, summary.draw)
 
 
-def _gpu(what: str, quick: bool) -> str:
+def gpu_or_quick(what: str, quick: bool) -> str:
     """The device of a benchmark that needs a GPU."""
     import torch
 
@@ -157,7 +157,7 @@ def capacity(
     """Train as many rows as one GPU holds, and time steps on tables of 10M to 3,000M rows."""
     from benchmarks.tables import capacity as bench
 
-    device = _gpu("capacity", quick)
+    device = gpu_or_quick("capacity", quick)
     sizes = bench.QUICK if quick else bench.SIZES
     measure(json, quiet, lambda progress: bench.run(device, sizes, progress, judged=not quick))
 
@@ -174,7 +174,7 @@ def host(
     from benchmarks.host import benchmark as bench
     from benchmarks.kernels import cases
 
-    device = _gpu("host", quick)
+    device = gpu_or_quick("host", quick)
     shapes = [shape.quick() if quick else shape for shape in cases.GPU_SHAPES]
     measure(json, quiet, lambda progress: bench.run(device, shapes, filter, not quick, progress))
 
@@ -190,6 +190,6 @@ def train(
     from benchmarks.host import train as bench
     from benchmarks.kernels import cases
 
-    device = _gpu("host", quick)
+    device = gpu_or_quick("host", quick)
     shape = bench.QUICK_SHAPE if quick else cases.A
     measure(json, quiet, lambda progress: bench.run(device, shape, not quick, progress))

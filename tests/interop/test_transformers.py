@@ -14,6 +14,7 @@ from torch import nn
 
 import thermocline as tc
 from support import has
+from thermocline.nn import NGramEmbedding, NGramHash, PreTrainedRows
 
 transformers = pytest.importorskip("transformers", reason="no transformers here; CONTRIBUTING.md says how to get it")
 pytest.importorskip("accelerate", reason="no accelerate here; CONTRIBUTING.md says how to get it")
@@ -293,3 +294,77 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "huggingface.md"
     (code,) = re.findall(r"^```python transformers\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     exec(compile(code, str(page), "exec"), {"__name__": "block"})
+
+
+# -- models that make rows: PreTrainedRows -----------------------------------------------------------------------------
+
+
+class Memory(PreTrainedRows):
+    """A memory of n-grams, and a bag, in the constructor."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        rows = tc.RowConfig("int8", cache=0.1, update="step")
+        ngrams = NGramHash(997, config.vocab_size, heads=2, exclude=(0,), salt=config.salt)
+        self.memory = NGramEmbedding(ngrams, 4, out_features=config.hidden_size, gate=True, rows=rows)
+        self.counts = tc.EmbeddingBag(WORDS, config.hidden_size, mode="mean", rows=rows)
+        self.model.layers[1].register_forward_pre_hook(self.remember)
+
+    def remember(self, layer, inputs):
+        added = self.memory(self.tokens, inputs[0]) + self.counts(self.tokens)[:, None]
+        return inputs[0] + added, *inputs[1:]
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **keywords):
+        self.tokens = input_ids
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **keywords)
+
+
+LLAMA, QWEN = transformers.LlamaForCausalLM, transformers.Qwen3ForCausalLM
+MEMORIES = {base: type(f"Memory{base.__name__}", (Memory, base), {}) for base in (LLAMA, QWEN)}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def remembering(base, seed=0, salt=0):
+    torch.manual_seed(seed)
+    return MEMORIES[base](base.config_class(vocab_size=WORDS, pad_token_id=0, salt=salt, **SIZES))
+
+
+def assert_equal_states(found, expected):
+    found, expected = found.state_dict(), expected.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("base", MEMORIES, ids=lambda base: base.__name__)
+def test_a_model_that_makes_rows_trains_resumes_and_loads_exactly(base, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
+    whole = trainer(remembering(base), tmp_path / "whole", **{**settings, "max_steps": 4})
+    whole.train()
+    resumed = trainer(remembering(base, seed=1), tmp_path / "resumed", **{**settings, "max_steps": 4})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_equal_states(resumed.model, whole.model)
+    whole.model.save_pretrained(tmp_path / "saved", max_shard_size="6KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    loaded, loading = MEMORIES[base].from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
+    assert_equal_states(loaded, whole.model)
+    tokens = torch.stack([sample["input_ids"] for sample in samples(loaded)[:5]])
+    assert torch.equal(loaded(tokens).logits, whole.model.eval()(tokens).logits)
+    trainer(loaded, tmp_path / "more", max_steps=1).train()  # and trains on
+
+
+def test_a_checkpoint_without_rows_begins_with_new_rows_and_says_so(tmp_path):
+    plain = LLAMA(transformers.LlamaConfig(vocab_size=WORDS, pad_token_id=0, salt=0, **SIZES))
+    plain.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning) as said:
+        loaded = MEMORIES[LLAMA].from_pretrained(tmp_path)
+    assert sum("newly initialized" in str(one.message) for one in said) == 2
+    assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, plain.model.layers[0].mlp.up_proj.weight)
+    assert loaded.memory.table.get_rows("ngrams").count_nonzero() > 0
+    trainer(loaded, tmp_path / "run", max_steps=1).train()
+
+
+def test_rows_of_another_map_are_refused_by_from_pretrained(tmp_path):
+    remembering(LLAMA, salt=1).save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ngrams"):
+        MEMORIES[LLAMA].from_pretrained(tmp_path, salt=3)
+    assert_equal_states(MEMORIES[LLAMA].from_pretrained(tmp_path), remembering(LLAMA, salt=1))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import BadGradient, BadInput, IdOutOfRange
+from thermocline.kernels.cpu.sort import sort_lookups
 from thermocline.kernels.gather import reference as gather
 from thermocline.kernels.sum_gradients import reference as sums
 from thermocline.kernels.update import cpu, reference
@@ -128,6 +129,16 @@ def test_short_gradients_are_summed_in_fp32(
             place = (made.codes, made.meta, made.states, made.layout)
             flat.update_bags(cpu, *place, *lookup, F.SUM, winners, given_grad, made.hyper, made.clock, F.SGD, True)
         assert _equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode, longest", [(F.NONE, 3), (F.SUM, 2), (F.SUM, 12)])
+def test_the_gradient_of_one_feature_is_not_copied(dtype, mode, longest, make_arena: Make, make_lookup: Make) -> None:
+    arena = make_arena([(300, 40, "int8")])
+    ids, offsets, _ = make_lookup(arena, None if mode == F.NONE else 30, longest)
+    grad = torch.zeros(len(ids) if mode == F.NONE else 30, 40, dtype=dtype)
+    _, read = sort_lookups(arena.layout, ids, offsets, None, mode, grad)
+    assert read.data_ptr() == grad.data_ptr() and read.dtype == dtype
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=F.OPTIMIZERS)

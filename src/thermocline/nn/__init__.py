@@ -8,6 +8,7 @@
     RowConfig                    how rows are stored and trained
     convert_, from_torchrec      modules of an existing model; `KeyedCollection` keeps TorchRec's input and output
     revert_                      torch's modules back
+    PreTrainedRows               from_pretrained of transformers for models that make these modules
     fused_optimizer              the optimizer of all rows of a model
 """
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .convert import convert_, revert_
     from .embedding import Embedding, EmbeddingBag
     from .inputs import Pooled, Unpooled
+    from .interop.huggingface import PreTrainedRows
     from .interop.torchrec import KeyedCollection, from_torchrec, to_torchrec
     from .language.ngram_embedding import NGramEmbedding
     from .optimizer import FusedOptimizer
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConversionReport", "ConvertedTable", "Embedding", "EmbeddingBag", "EmbeddingCollection", "FusedOptimizer",
-    "KeyedCollection", "NGramEmbedding", "NGramHash", "Pooled", "PrefetchedInput", "RowConfig", "Table", "Unpooled",
-    "convert_", "from_torchrec", "fused_optimizer", "revert_", "to_torchrec", "unify",
+    "KeyedCollection", "NGramEmbedding", "NGramHash", "Pooled", "PreTrainedRows", "PrefetchedInput", "RowConfig", "Table",
+    "Unpooled", "convert_", "from_torchrec", "fused_optimizer", "revert_", "to_torchrec", "unify",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -27,7 +27,7 @@ from thermocline.kernels.cpu.optimizer_step import (
     step_constants,
 )
 from thermocline.kernels.cpu.sort import piece_start, row_ends, sort_lookups, tasks_for
-from thermocline.kernels.cpu.sum_rows import sum_row
+from thermocline.kernels.cpu.sum_rows import gradient_address, sum_row
 from thermocline.kernels.cpu.vectors import WIDTH, get_f32, get_i64, get_u32, prefetch, put_f32, put_i64, put_u32
 from thermocline.kernels.cpu.write_row import is_good, sgd_row, write_row
 from thermocline.kernels.gather.cpu import slots_of
@@ -187,17 +187,17 @@ def _row_at(keys, bits, ends, u):
     return get_i64(keys, get_i64(ends, u) - 1) >> bits
 
 
-@kernel("int64(" + ", ".join(["int64"] * 26) + ")")
+@kernel("int64(" + ", ".join(["int64"] * 27) + ")")
 def _update_piece(
     codes, meta, values, int8_slots, state0, state1, tables, count, optimizer, stochastic, scratch, hyper, seed, step,
-    keys, bits, lookups, ends, place, factor, within, winners, grad, bad, piece, pieces,
+    keys, bits, lookups, ends, place, factor, within, winners, grad, kind, bad, piece, pieces,
 ):  # fmt: skip
     """Sum and update the rows of one piece of the sorted lookups; returns the smallest refused row.
 
     `ends`: scratch with one entry for each key, for the key end of each row.
     """
     at, last = piece_start(keys, bits, lookups, piece, pieces), piece_start(keys, bits, lookups, piece + 1, pieces)
-    shared, table, mask = R.step_key(seed, step), 0, (1 << bits) - 1
+    shared, table, mask, size = R.step_key(seed, step), 0, (1 << bits) - 1, 4 if kind == F.FP32 else 2
     info = scratch + 4 * _INFO
     u, end = at, row_ends(keys, bits, at, last, ends)
     fetched_meta, fetched = u, u
@@ -211,10 +211,10 @@ def _update_piece(
         while slots < GROUP and u < end and get_i64(keys, at) >> bits < limit:
             stop = get_i64(ends, u)
             for k in range(at + PREFETCH_DISTANCE, min(stop + PREFETCH_DISTANCE, last)):
-                R.prefetch_lines(grad + 4 * get_i64(place, get_i64(keys, k) & mask), 4 * dim)
+                R.prefetch_lines(grad + size * get_i64(place, get_i64(keys, k) & mask), size * dim)
             put_i64(info, slots, get_i64(keys, at) >> bits)
             g = _slot(scratch, dim, slots, 0)
-            sum_row(keys, mask, at, stop, place, factor, within, winners, grad, dim, g)
+            sum_row(keys, mask, at, stop, place, factor, within, winners, grad, kind, dim, g)
             at, u, slots = stop, u + 1, slots + 1
         refused = _update_slots(
             codes, meta, values, int8_slots, state0, state1, tables, table, optimizer, stochastic, scratch, hyper, shared,
@@ -297,7 +297,7 @@ def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, w
     winners = winners.contiguous()
     ends_N = torch.empty_like(lookups.keys_N)
     keys, ends = addresses("qq", lookups.keys_N, ends_N)
-    pieces = (keys, lookups.bits, count, ends, *lookups.places, *addresses("if", winners, grad))
+    pieces = (keys, lookups.bits, count, ends, *lookups.places, *addresses("i", winners), *gradient_address(grad))
 
     def update(shared: tuple[int, ...], number: int) -> int:
         found: int = _update_piece(*shared, *pieces, _ALL_GOOD, number, lookups.pieces)
