@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
 from thermocline.nn.backward_pass import UpdateOnce
 from thermocline.nn.collection import Table
-from thermocline.nn.id_maps import FeatureMaps
+from thermocline.nn.id_maps import FeatureMaps, difference, maps_as_text
 from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
 from thermocline.nn.many_ranks import refuse_ddp
 from thermocline.nn.prefetch import AT_ONCE, PrefetchedInput, prefetch_loop
@@ -45,6 +46,7 @@ from .placement.row_index import RowIndex
 from .placement.table_map import TableMap
 from .process_groups import ProcessGroups
 from .replanning.frequency_counter import FrequencyCounter
+from .saved_shard import load_pieces, saved_pieces
 from .shard_source import ShardSource
 from .shard_state import ShardState, arena_shapes, check_rows
 from .sharded_trained import ShardedTrained
@@ -364,28 +366,28 @@ class ShardedCollection(RowsModule):
     def weight_keys(self) -> Mapping[str, int]:
         return {}
 
-    def _text(self) -> Tensor:
-        """A description of the layout that is the same on every rank."""
-        index = self.row_index
-        parts = [
-            f"{p.name} tier {p.tier}: {index.maps[p.table].local_rows(p.tier)} x {p.dim} {p.precision}, "
-            f"{p.fp32_slots} + {p.int8_slots} slots"
-            for p in index.parts
-        ]
-        return torch.tensor(list("; ".join([*parts, self.rows.policy]).encode()), dtype=torch.uint8, device="cpu")
+    @property
+    def _state(self) -> SimpleNamespace:
+        self.invalidate_prefetched()  # load_state_dict writes to it
+        text = maps_as_text(self.maps)
+        found = {"hyper": self.trainer.hyper, "clock": self.trainer.clock} | ({} if text is None else {"ids": text})
+        return SimpleNamespace(**found, **saved_pieces(self))
 
-    def _arrays(self) -> dict[str, Tensor]:
-        """Arrays that differ between ranks carry the rank in their name, so that torch.distributed.checkpoint keeps all."""
-        self.invalidate_prefetched()  # load_state_dict writes to them
-        own = f"@{self.groups.rank}of{self.groups.size}" if self.groups.size > 1 else ""
-        return {name + ("" if name in ("hyper", "clock") else own): array for name, array in super()._arrays().items()}
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        saved = [key.rpartition("of")[2] for key in state_dict if key.startswith(f"{prefix}codes@")] or ["1"]
-        if f"{prefix}codes" in state_dict or saved[0] != str(self.groups.size):
-            rest[-1].append(
-                f"{prefix}codes: the saved rows are those of {saved[0]} ranks, this job has {self.groups.size}; a state_dict "
-                "keeps both: thermocline.save and load_into change them"
-            )
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Collective."""
+        self.invalidate_prefetched()
+        given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        if not given:
+            missing_keys += [prefix + name for name in vars(self._state)]
             return
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if why := difference(self.maps, given.get("ids")):
+            given = {}  # nothing is loaded on any rank
+        if wrong := load_pieces(self, given, ("hyper", "clock")):
+            error_msgs.append(f"{prefix}: {why or wrong}")
+            return
+        self.trainer.hyper.copy_(given["hyper"])
+        self.trainer.clock.copy_(given["clock"])
+        self.trained.group.read_back()
