@@ -47,7 +47,7 @@ def by_owners(nodes, cards, tiers=ALL_THIRD, precision="int8", card=None, only=t
     "plan, ahead",
     [
         (by_owners(1, 2), ""),
-        (by_owners(2, 2, MIXED), "always"),
+        (by_owners(2, 2, MIXED), "three"),
         (by_owners(2, 2, TWO, only=("user", "shop")), ""),
         (by_owners(2, 2, TWO, "int4", only=("user", "item")), "sometimes"),
         (by_owners(2, 2, card=3), "interrupted"),
