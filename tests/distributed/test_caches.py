@@ -54,7 +54,7 @@ def plan_with_slots(seed, nodes, cards, precision="int8"):
     [
         (1, 1, 3, "int8", ""),
         (2, 2, 2, "int8", ""),
-        (3, 2, 2, "int4", "always"),
+        (3, 2, 2, "int4", "three"),
         (4, 2, 2, "int8", "sometimes"),
         (5, 2, 1, "int4", ""),
     ],
@@ -221,9 +221,9 @@ class Emulated:
     "seed, nodes, cards, precision, policy, ahead",
     [
         (1, 1, 3, "int8", "lfu", ""),
-        (2, 2, 2, "int4", "lfu", "always"),
+        (2, 2, 2, "int4", "lfu", "three"),
         (3, 2, 2, "int8", "lru", "sometimes"),
-        (6, 2, 2, "int8", "adaptive", "always"),
+        (6, 2, 2, "int8", "adaptive", "three"),
         (4, 3, 1, "int4", "adaptive", ""),
     ],
 )

@@ -140,7 +140,7 @@ def test_migration_to_a_plan_that_does_not_fit_is_refused():
     assert sharding.plan == other
 
 
-def test_a_loop_over_sharded_tables_looks_one_batch_ahead():
+def test_a_loop_over_sharded_tables_looks_several_batches_ahead():
     heat, batches = heat_of(), [(n, n * n) for n in range(4)]
     model, inputs = Model(), []
     tc.shard_(model, plan_of(1, 1, [table_plan(name, 9, 0, "int8") for name in TABLES], heat), heat)
@@ -148,7 +148,7 @@ def test_a_loop_over_sharded_tables_looks_one_batch_ahead():
         assert [batch for batch, _ in model.tables.prefetched(batches, ids=lambda batch: batch[1])] == batches
     assert inputs == [1, 4, 9]
     with pytest.raises(tc.BadInput, check=has(parameter="at_once", value=0)):
-        model.tables.prefetched([], at_once=0)
+        list(model.tables.prefetched([], at_once=0))
 
 
 def test_one_process_moves_rows_only_between_tiers_of_two_precisions():

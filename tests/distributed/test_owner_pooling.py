@@ -49,7 +49,7 @@ def by_owners(nodes, cards, tiers=ALL_THIRD, precision="int8", card=None, only=t
     [
         (by_owners(1, 2), "", 1e-4),
         (by_owners(1, 2, sums="bf16"), "", 0.02),
-        (by_owners(2, 2, MIXED), "always", 1e-4),
+        (by_owners(2, 2, MIXED), "three", 1e-4),
         (by_owners(2, 2, TWO, only=("user", "shop")), "", 1e-4),
         (by_owners(2, 2, TWO, "int4", only=("user", "item")), "sometimes", 1e-4),
         (by_owners(2, 2, card=3), "interrupted", 1e-4),

@@ -105,7 +105,7 @@ def test_torchs_distributed_checkpoint_saves_and_loads_a_sharded_model(on_ranks,
     plan, heat = plain_plan(1, 2, TIERS)
     for (saved, loaded), refused in on_ranks("plain_ranks.checkpoint_by_torch", 2, plan, heat, str(tmp_path / "saved")):
         assert saved["clocks"] == loaded["clocks"] and all(np.array_equal(saved[name], loaded[name]) for name in ROWS)
-        assert "7 ranks" in refused[0] and refused[1] == "ignored_params"
+        assert refused == ["ignored_params"]
 
 
 def test_checkpoints_move_plain_modules_between_ranks_and_one_process(on_ranks, tmp_path):

@@ -43,8 +43,6 @@ from .sharded_collection import ShardedCollection
 from .sharded_table import SHARDED
 from .sharded_trained import Reduce
 
-BATCHES = 2  # batches whose ids and rows are in memory at once
-
 
 @dataclass
 class Sharding:
@@ -175,7 +173,8 @@ class Sharding:
     def run(self, batch: int, seconds: float) -> MeasuredRun:
         """Measurements since the meters were reset, for `run.json`. Collective.
 
-        Buffers are the messages of a step, sent and received, with ids and rows of two batches, as with prefetching.
+        Buffers are the messages of a step, sent and received, with ids and rows of the batches in memory at once: two, or as
+        many as were prefetched and one.
 
         Args:
             batch: samples per rank and step.
@@ -187,7 +186,7 @@ class Sharding:
             for name, size in collection.memory().parts.items():
                 part = {"codes": "tables", "metadata": "tables"}.get(name, name)
                 memory[part] = memory.get(part, 0) + size
-            memory["buffers"] = memory.get("buffers", 0) + meter.buffers(BATCHES)
+            memory["buffers"] = memory.get("buffers", 0) + meter.buffers(1 + collection.pipeline.depth)
         steps = max((meter.steps for meter in meters), default=0)
         sent = np.sum([[meter.bytes_DLK.sum(axis=2), meter.messages_DL] for meter in meters], axis=0)  # bytes and messages
         everyone = self.groups.all_gather((memory, sent))

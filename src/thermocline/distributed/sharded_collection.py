@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -25,10 +26,10 @@ from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
 from thermocline.nn.backward_pass import UpdateOnce
 from thermocline.nn.collection import Table
-from thermocline.nn.id_maps import FeatureMaps
+from thermocline.nn.id_maps import FeatureMaps, difference, maps_as_text
 from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
 from thermocline.nn.many_ranks import refuse_ddp
-from thermocline.nn.prefetch import AT_ONCE, PrefetchedInput, prefetch_loop
+from thermocline.nn.prefetch import PrefetchedInput, prefetch_window
 from thermocline.nn.rows_module import RowsModule
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.memory import MemoryUsage
@@ -45,10 +46,12 @@ from .placement.row_index import RowIndex
 from .placement.table_map import TableMap
 from .process_groups import ProcessGroups
 from .replanning.frequency_counter import FrequencyCounter
+from .saved_shard import load_pieces, saved_pieces
 from .shard_source import ShardSource
 from .shard_state import ShardState, arena_shapes, check_rows
 from .sharded_trained import ShardedTrained
 
+AHEAD = 4  # batches that `prefetched` exchanges ahead, as many as on one process
 T = TypeVar("T")
 
 
@@ -125,10 +128,10 @@ class ShardedCollection(RowsModule):
         if self.row_index.unsharded:
             return self._look_up_unsharded(input, trains)
         self.wait_for_exchange()
-        next_input, self.pipeline.next_input, context = self.pipeline.next_input, None, self.state.context
+        pipeline, context = self.pipeline, self.state.context
         try:
             bags = self._read(input, trains)
-            prefetched = self.pipeline.take_prefetched(bags, trains)
+            prefetched = pipeline.take_prefetched(bags, trains)
             batch, exchange = self._start(bags, prefetched, trains)
         except Exception as error:
             self.pipeline.drop_prefetched()
@@ -136,10 +139,11 @@ class ShardedCollection(RowsModule):
             raise
         weighted = "with weights" if bags.weights_N is not None else "without weights"
         operation = f"{'training' if trains else 'looking'} {weighted}, {self.dtype}"
-        agreed = self._handshake(operation, exchange, prefetched is not None, next_input is not None)
+        agreed = self._handshake(operation, exchange, prefetched is not None, len(pipeline.next_inputs))
         if agreed.differ:  # some ranks look up another batch than they prefetched: all ranks fetch again
             prefetched, (batch, exchange) = None, self._start(bags, None, trains)
-            agreed = self._handshake(operation, exchange, has_next=agreed.has_next)
+            pipeline.fetch_again()
+            agreed = self._handshake(operation, exchange, following=len(pipeline.next_inputs))
         exchange.dense = input is None
         if trains and self.training and input is not None:  # a validation batch without no_grad does not count
             self.counter.add(bags)
@@ -151,40 +155,38 @@ class ShardedCollection(RowsModule):
         else:
             exchange.request(agreed)
             exchange.fetch(target)
-        self.pipeline.drop_prefetched()
-        if agreed.has_next and self.pipeline.overlap:
-            self.pipeline.start_prefetch(context, self._read_next, next_input, exchange)
+        pipeline.start_prefetch(context, self._read_next, agreed.following, exchange)
         return self._look_up(batch, exchange, trains), bags
 
     def _handshake(
-        self, operation: str, exchange: BatchExchange, prefetched: bool = False, has_next: bool = False
+        self, operation: str, exchange: BatchExchange, prefetched: bool = False, following: int = 0
     ) -> StepAgreement:  # fmt: skip
         what = f"{self.name}: {operation}"
-        return handshake(self.state.context, what, exchange.sent_PJ, exchange.total_J, prefetched, has_next)
+        return handshake(self.state.context, what, exchange.sent_PJ, exchange.total_J, prefetched, following)
 
     def prefetch(self, input: Any) -> None:
-        """Exchange ids and rows of the next batch during the current one; call it before the forward of the current batch.
+        """Exchange ids and rows of a later batch during the current one; call it before the forward of the current batch.
 
-        Results do not depend on prefetching, whatever is looked up next. Ranks without a next batch do not call it.
+        Batches are prefetched in the order of the calls; each is the one after the batches prefetched before. Results do not
+        depend on prefetching, whatever is looked up next. Ranks without a later batch do not call it.
         """
-        self.pipeline.next_input = input
+        if not self.row_index.unsharded:
+            self.pipeline.next_inputs.append(input)
 
     def prefetched(
-        self, loader: Iterable[T], ids: Callable[[T], Any] | None = None, at_once: int = AT_ONCE
+        self, loader: Iterable[T], ids: Callable[[T], Any] | None = None, at_once: int = AHEAD
     ) -> Iterator[tuple[T, PrefetchedInput]]:
-        """Iterate over batches, and prefetch the next one before each.
+        """Iterate over batches, and prefetch later ones.
 
         Args:
             loader: an iterable of batches.
             ids: returns the input of forward for a batch; by default the batch.
-            at_once: batches to prefetch together on an unsharded module. Ranks exchange the rows of one batch at a time.
+            at_once: batches that are ahead. More hide longer exchanges; each takes the memory of its ids and rows.
 
         Yields:
             Each batch and its input, which forward takes (see `nn.prefetch.prefetch_loop`).
         """
-        if at_once < 1:
-            raise BadInput(f"at_once is {at_once}; give 1 or more batches", parameter="at_once", value=at_once)
-        return prefetch_loop(loader, ids, lambda following: self.prefetch(*following[0]), 1)
+        return prefetch_window(loader, ids, self.prefetch, at_once)
 
     def _look_up_unsharded(self, input: Any, trains: bool) -> tuple[Tensor, JaggedIds]:
         bags = self._parse(input)
@@ -364,28 +366,28 @@ class ShardedCollection(RowsModule):
     def weight_keys(self) -> Mapping[str, int]:
         return {}
 
-    def _text(self) -> Tensor:
-        """A description of the layout that is the same on every rank."""
-        index = self.row_index
-        parts = [
-            f"{p.name} tier {p.tier}: {index.maps[p.table].local_rows(p.tier)} x {p.dim} {p.precision}, "
-            f"{p.fp32_slots} + {p.int8_slots} slots"
-            for p in index.parts
-        ]
-        return torch.tensor(list("; ".join([*parts, self.rows.policy]).encode()), dtype=torch.uint8, device="cpu")
+    @property
+    def _state(self) -> SimpleNamespace:
+        self.invalidate_prefetched()  # load_state_dict writes to it
+        text = maps_as_text(self.maps)
+        found = {"hyper": self.trainer.hyper, "clock": self.trainer.clock} | ({} if text is None else {"ids": text})
+        return SimpleNamespace(**found, **saved_pieces(self))
 
-    def _arrays(self) -> dict[str, Tensor]:
-        """Arrays that differ between ranks carry the rank in their name, so that torch.distributed.checkpoint keeps all."""
-        self.invalidate_prefetched()  # load_state_dict writes to them
-        own = f"@{self.groups.rank}of{self.groups.size}" if self.groups.size > 1 else ""
-        return {name + ("" if name in ("hyper", "clock") else own): array for name, array in super()._arrays().items()}
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        saved = [key.rpartition("of")[2] for key in state_dict if key.startswith(f"{prefix}codes@")] or ["1"]
-        if f"{prefix}codes" in state_dict or saved[0] != str(self.groups.size):
-            rest[-1].append(
-                f"{prefix}codes: the saved rows are those of {saved[0]} ranks, this job has {self.groups.size}; a state_dict "
-                "keeps both: thermocline.save and load_into change them"
-            )
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Collective."""
+        self.invalidate_prefetched()
+        given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        if not given:
+            missing_keys += [prefix + name for name in vars(self._state)]
             return
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if why := difference(self.maps, given.get("ids")):
+            given = {}  # nothing is loaded on any rank
+        if wrong := load_pieces(self, given, ("hyper", "clock")):
+            error_msgs.append(f"{prefix}: {why or wrong}")
+            return
+        self.trainer.hyper.copy_(given["hyper"])
+        self.trainer.clock.copy_(given["clock"])
+        self.trained.group.read_back()

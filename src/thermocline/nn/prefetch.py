@@ -109,10 +109,10 @@ def _tensors(item: Given) -> list[Tensor]:
     return [item.values(), item.offsets()] if item.is_nested else [item]  # type: ignore[attr-defined]
 
 
-def prefetch_loop(
-    loader: Iterable[T], ids: Callable[[T], Any] | None, prefetch: Callable[[list[tuple[Any, ...]]], None] | None, at_once: int
-) -> Iterator[tuple[T, PrefetchedInput]]:
-    """The loop behind `prefetched` of local and sharded modules; `prefetch` starts the prefetch of a group of inputs."""
+def _pairs(
+    loader: Iterable[T], ids: Callable[[T], Any] | None, at_once: int
+) -> Iterator[tuple[T, PrefetchedInput]]:  # fmt: skip
+    """Each batch and its input."""
     if at_once < 1:
         raise BadInput(f"at_once is {at_once}; use 1 or more batches", parameter="at_once", value=at_once)
 
@@ -121,7 +121,14 @@ def prefetch_loop(
         several = isinstance(given, tuple) and not isinstance(given, PrefetchedInput)
         return batch, PrefetchedInput(given if several else (given,))  # type: ignore[arg-type]
 
-    upcoming = map(pair, loader)
+    return map(pair, loader)
+
+
+def prefetch_loop(
+    loader: Iterable[T], ids: Callable[[T], Any] | None, prefetch: Callable[[list[tuple[Any, ...]]], None] | None, at_once: int
+) -> Iterator[tuple[T, PrefetchedInput]]:
+    """The loop behind `prefetched` of local modules; `prefetch` starts the prefetch of a group of inputs."""
+    upcoming = _pairs(loader, ids, at_once)
     if prefetch is None:
         yield from upcoming
         return
@@ -132,3 +139,16 @@ def prefetch_loop(
             prefetch([rows.arguments for _, rows in following])
         yield from these
         these = following
+
+
+def prefetch_window(
+    loader: Iterable[T], ids: Callable[[T], Any] | None, prefetch: Callable[..., None], at_once: int
+) -> Iterator[tuple[T, PrefetchedInput]]:
+    """The loop behind `prefetched` of sharded modules, whose batches are exchanged one by one, `at_once` ahead."""
+    upcoming = _pairs(loader, ids, at_once)
+    ahead = deque(islice(upcoming, 1))
+    while ahead:
+        for following in islice(upcoming, at_once + 1 - len(ahead)):
+            prefetch(*following[1].arguments)
+            ahead.append(following)
+        yield ahead.popleft()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from thermocline.errors import BadInput
+from thermocline.nn.prefetch import AT_ONCE
 from thermocline.plan.run_file import MeasuredRun
 
 from .ranks import ONE_RANK, TrainingRanks
@@ -181,7 +182,8 @@ class TrainLoop(ABC, Generic[B, Result]):
         prefetched: Any = getattr(self.network.embeddings, "prefetched", None)
         if prefetched is None or not self.ranks.prefetches:
             return self.batches()
-        return (batch for batch, _ in prefetched(self.batches(), ids=self.lookup_ids))
+        ahead = 1 if self.ranks.size > 1 else AT_ONCE  # plans count the memory of one batch ahead
+        return (batch for batch, _ in prefetched(self.batches(), ids=self.lookup_ids, at_once=ahead))
 
     @property
     def loss(self) -> float:

@@ -38,14 +38,6 @@ class SavedPool(NamedTuple):
     pool: Pool
 
 
-def shards_layout(module: ShardedCollection) -> str:
-    """Everything that decides which slots belong to which rank: collections with equal layouts can exchange slots."""
-    row_index, groups = module.row_index, module.groups
-    parts = [f"{p.name} tier {p.tier} {p.dim} {p.precision} {p.fp32_slots} + {p.int8_slots}" for p in row_index.parts]
-    maps = [map.digest()[:16] for map in row_index.maps]
-    return "; ".join([f"{groups.nodes} x {groups.local_size} cards", *parts, *maps, module.rows.policy])
-
-
 def saved_pools(module: ShardedCollection, row_index: RowIndex) -> list[SavedPool]:
     """Pools in a checkpoint of a collection, equal on every rank."""
     found: list[SavedPool] = []

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from thermocline import formats as F
+from thermocline.distributed.saved_shard import layout_text
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.distributed.sharded_table import ShardedTable
 from thermocline.errors import BadInput, FormatError
@@ -22,7 +23,7 @@ from thermocline.nn.precision_tiers import Precision
 from thermocline.nn.rows_module import RowsModule
 from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 
-from .cache_slots import saved_pools, shards_layout
+from .cache_slots import saved_pools
 from .manifest import POOL_FIELDS, ModuleEntry, TableEntry
 
 _OPTIMIZERS: dict[str, type[RowOptimizer]] = {F.OPTIMIZERS[kind.code]: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam)}
@@ -120,7 +121,7 @@ def _plain(precision: Precision | None) -> Any:
 def layout_of(module: RowsModule) -> str:
     """Sizes, precisions, slots and policy as text: modules with equal layouts have equal arrays."""
     if isinstance(module, ShardedCollection):
-        return shards_layout(module) if module.shard.cached else ""
+        return layout_text(module) if module.shard.cached else ""
     return bytes(module._text().tolist()).decode()
 
 

@@ -17,6 +17,7 @@ Lookups whose bags the owners pool have their own exchange (`owner_pooling.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -129,21 +130,21 @@ class BatchExchange:
             wire_H = where.part_N if kind_H is None else where.part_N + len(self.context.row_index.parts) * kind_H
             self._unpack(self._packed(where, kind_H, wire_H), where.part_N, wire_H, here_H, target)
 
-    def fetch_unchanged(self, target: RowDestination, previous: BatchExchange | None) -> None:
-        """Fetch remote rows that the previous batch does not update; `fetch_remote` fetches the rest after the update."""
+    def fetch_unchanged(self, target: RowDestination, previous: Sequence[BatchExchange]) -> None:
+        """Fetch remote rows that no previous batch updates; `fetch_remote` fetches the rest after the updates."""
         if not self.context.requests_rows:
             return
-        if previous is None:  # the previous batch updates no rows
+        if not previous:  # no update is due
             self.fetch_remote(target)
             return
         first, parts_M = self.first, self.first.where.part_N
-        deferred_M = self._changed(first, previous.first)
-        if previous.sums is not None:
-            deferred_M |= torch.isin(first.rows_M, previous.sums.rows_M)
+        deferred_M = self._changed(first, [each.first for each in previous])
+        for each in previous:
+            if each.sums is not None:
+                deferred_M |= torch.isin(first.rows_M, each.sums.rows_M)
         deferred_M |= self.context.deferred_K[parts_M]
         if self.second is not None:
-            assert previous.second is not None
-            deferred_V = self._fetch_unchanged_relayed(self.second, previous.second)
+            deferred_V = self._fetch_unchanged_relayed(self.second, [each.second for each in previous if each.second])
             far_M = self.context.relayed_K[parts_M].nonzero()[:, 0]
             deferred_M[far_M] = deferred_V[self.relayed_M[far_M]]
         which_M, which_N = first.answered()
@@ -151,7 +152,7 @@ class BatchExchange:
         self._exchange_rows(target, which_M[~deferred_M[which_M]], which_N[~deferred_N], slots=False)
         self._deferred = which_M[deferred_M[which_M]], which_N[deferred_N]
 
-    def _fetch_unchanged_relayed(self, second: AllToAll, previous: AllToAll) -> Tensor:
+    def _fetch_unchanged_relayed(self, second: AllToAll, previous: Sequence[AllToAll]) -> Tensor:
         """`fetch_unchanged` across nodes. Returns which rows of `second` are deferred."""
         which_M, which_N = second.answered()
         deferred_M = self._changed(second, previous)
@@ -162,12 +163,12 @@ class BatchExchange:
         deferred_V[second.order_N[which_N]] = deferred_N
         return deferred_V
 
-    def _changed(self, exchange: AllToAll, previous: AllToAll) -> Tensor:
-        """Which rows requested here the previous batch may change: its own rows, and rows in slots, which it may evict.
+    def _changed(self, exchange: AllToAll, previous: Sequence[AllToAll]) -> Tensor:
+        """Which rows requested here the previous batches may change: their own rows, and rows in slots, which they may evict.
 
         The owners decide for rows of other nodes.
         """
-        found_M = torch.isin(exchange.rows_M, previous.rows_M)
+        found_M = torch.isin(exchange.rows_M, torch.cat([each.rows_M for each in previous]))
         if self.context.shard.cached:
             here_M = exchange.answered_K[exchange.where.part_N]
             if exchange.first:

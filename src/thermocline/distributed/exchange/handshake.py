@@ -17,7 +17,7 @@ from thermocline.errors import BadInput
 from .context import ExchangeContext
 
 _FAILED = 0
-_PREFETCHED, _HAS_NEXT = 2, 1  # bits of the header word
+_PREFETCHED, AT_MOST = 16, 15  # bits of the header word: the last four say how many batches a rank prefetches
 
 
 class StepAgreement(NamedTuple):
@@ -26,24 +26,24 @@ class StepAgreement(NamedTuple):
     received_PJ: Counts  # requests of each rank to this one, in each of J concurrent exchanges
     most_J: Counts  # the maximum of all ranks
     differ: bool  # some ranks prefetched the batch, others did not
-    has_next: bool  # any rank has a batch to prefetch
+    following: int  # batches to prefetch, on the rank that has most
 
 
 def handshake(
-    context: ExchangeContext, what: str, sent_PJ: Counts, total_J: Counts, prefetched: bool = False, has_next: bool = False
+    context: ExchangeContext, what: str, sent_PJ: Counts, total_J: Counts, prefetched: bool = False, following: int = 0
 ) -> StepAgreement:
     """Exchange step headers, and raise on all ranks unless all do the same.
 
     `what` is the operation, `sent_PJ` the requests to each rank in each of J concurrent exchanges.
     """
-    flags = _PREFETCHED * prefetched | _HAS_NEXT * has_next
-    word = 1 + ((zlib.crc32(what.encode()) & 0x0FFFFFFF) << 2 | flags)
+    flags = _PREFETCHED * prefetched | min(following, AT_MOST)
+    word = 1 + ((zlib.crc32(what.encode()) & 0x01FFFFFF) << 5 | flags)
     numbers_PJ = _exchange(context, word, sent_PJ, total_J)
     word_P = numbers_PJ[:, 0] - 1
-    if _FAILED not in numbers_PJ[:, 0] and len(set((word_P >> 2).tolist())) == 1:
-        prefetched_P, next_P = (word_P & _PREFETCHED) > 0, (word_P & _HAS_NEXT) > 0
+    if _FAILED not in numbers_PJ[:, 0] and len(set((word_P >> 5).tolist())) == 1:
+        prefetched_P, following_P = (word_P & _PREFETCHED) > 0, word_P & AT_MOST
         received_PJ, most_J = numbers_PJ[:, 1::2], numbers_PJ[:, 2::2].max(axis=0)
-        return StepAgreement(received_PJ, most_J, len(set(prefetched_P.tolist())) > 1, bool(next_P.any()))
+        return StepAgreement(received_PJ, most_J, len(set(prefetched_P.tolist())) > 1, int(following_P.max()))
     everyone = context.groups.all_gather({"operation": what, "error": ""})
     for rank, each in enumerate(everyone):
         if each["error"]:

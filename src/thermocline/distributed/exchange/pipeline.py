@@ -1,19 +1,20 @@
-"""Exchanges in the background of a training step: gradients of the last batch, and ids and rows of the next one.
+"""Exchanges in the background of a training step: gradients of the last batch, and ids and rows of the next ones.
 
-Rows that the current batch updates are *deferred*: their owners know them, since the current batch requested them, and send
-them after the update. Every row travels once, and lookups return the same values as without prefetching. One bit per row tells
-the requester which rows are deferred. Replicated rows of tier 2 may be updated by lookups of other nodes, and are always
-deferred on several nodes.
+Rows that an earlier batch updates are *deferred*: their owners know them, since the earlier batch requested them, and send them
+after the last of these updates. Every row travels once, and lookups return the same values as without prefetching. One bit per
+row tells the requester which rows are deferred. Replicated rows of tier 2 may be updated by lookups of other nodes, and are
+always deferred on several nodes.
 
-Only that update may change rows in between. After any other access that may change rows the prefetched batch is discarded, and
-all ranks fetch it again. The same happens if a rank looks up another batch than the one it prefetched.
+Only these updates may change rows in between. After any other access that may change rows the prefetched batches are
+discarded, and all ranks fetch them again. The same happens if a rank looks up another batch than the one it prefetched.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Union
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,14 +32,20 @@ from .traffic_meter import TrafficMeter
 
 ReadBatch = Callable[[Any], tuple[JaggedIds, BatchTable]]
 Reduction = tuple[BatchExchange, BatchGradients]
+PendingBatch = Union[BatchExchange, "PrefetchedBatch"]  # a batch that will update rows
 
 
 class PrefetchedBatch:
-    """A batch whose ids and rows travel during the current batch. `input` is None on a rank without a next batch."""
+    """A batch whose ids and rows travel during earlier ones. `input` is None on a rank without such a batch.
 
-    def __init__(self, context: ExchangeContext, read: ReadBatch, input: Any, current: BatchExchange) -> None:
-        self._context, self._read, self._input, self.trains = context, read, input, current.trains
-        self.previous = current if current.trains else None
+    `previous` are the batches before it that will update rows.
+    """
+
+    def __init__(
+        self, context: ExchangeContext, read: ReadBatch, input: Any, trains: bool, previous: Sequence[PendingBatch]
+    ) -> None:  # fmt: skip
+        self._context, self._read, self.input, self.trains = context, read, input, trains
+        self._pending, self._previous = list(previous), list[BatchExchange]()
         self.valid = True
         self.batch: BatchTable | None = None
         self._has_deferred = False
@@ -47,8 +54,8 @@ class PrefetchedBatch:
         """Request its rows, and fetch those that are not deferred."""
         fields_KF = self._context.shard.fields_KF
         try:
-            if self._input is not None:
-                self._bags, self.batch = self._read(self._input)
+            if self.input is not None:
+                self._bags, self.batch = self._read(self.input)
         except Exception:  # forward raises it again, on all ranks
             self.valid = False
         if self.batch is None:
@@ -59,25 +66,32 @@ class PrefetchedBatch:
             self.exchange = self.batch.exchange(self._context, self.trains)
             self.target = self.batch.destination(fields_KF)
         self.exchange.request()
-        self.exchange.fetch_unchanged(self.target, self.previous)
-        self._has_deferred = self.previous is not None
+        self._previous = [each.exchange if isinstance(each, PrefetchedBatch) else each for each in self._pending]
+        self._pending = []
+        self._has_deferred = bool(self._previous)
+        self.exchange.fetch_unchanged(self.target, self._previous)
+
+    def after_update(self, exchange: BatchExchange) -> None:
+        """Rows were updated: fetch deferred rows after the last update. Other updates may have changed any row."""
+        left = [each for each in self._previous if each is not exchange]
+        self.valid &= len(left) < len(self._previous)
+        self._previous = left
+        if self.valid and not left:
+            self.finish()
 
     def finish(self) -> None:
         """Fetch the deferred rows."""
-        self._input = None  # needed until the job that read it is done
         if self._has_deferred:
             self.exchange.fetch_remote(self.target)
-            self._has_deferred, self.previous = False, None
+            self._has_deferred, self._previous = False, []
 
     def receive(self) -> None:
         """Fetch what is missing, and hand the tensors to the caller's stream."""
         self.finish()
         record_use(_tensors((self.batch, self.exchange)))
 
-    def matches(self, bags: JaggedIds, trains: bool) -> bool:
-        """Whether this is the batch `bags`, with up-to-date rows."""
-        if not self.valid or trains != self.trains:
-            return False
+    def matches(self, bags: JaggedIds) -> bool:
+        """Whether this is the batch `bags`."""
         if self.batch is None:
             return bags.ids_N.numel() == 0
         if self.exchange.sums is not None and (bags.weights_N is None) != (self._bags.weights_N is None):
@@ -97,15 +111,17 @@ class PassReductions:
 
 
 class ExchangePipeline:
-    """The background work of one collection: its communication thread, and its prefetched batch.
+    """The background work of one collection: its communication thread, and its prefetched batches.
 
     Without `overlap`, exchanges run in the caller's thread and nothing is prefetched.
     """
 
     def __init__(self, comm_thread: CommThread, overlap: bool) -> None:
         self.comm_thread, self.overlap = comm_thread, overlap
-        self.next_input: Any = None  # of the batch that the coming forward prefetches
-        self._prefetched: PrefetchedBatch | None = None
+        self.next_inputs: list[Any] = []  # of batches that the coming forward prefetches
+        self.depth = 1  # most batches prefetched at a time
+        self._prefetched: deque[PrefetchedBatch] = deque()  # as many on all ranks
+        self._missed = False  # whether the last lookup was of another batch
         self.lookups = 0  # that train, since the last update; not those alive as in one process: the same on all ranks
         self._passes: WeakValueDictionary[int, PassReductions] = WeakValueDictionary()
 
@@ -138,31 +154,51 @@ class ExchangePipeline:
 
     # -- prefetching --------------------------------------------------------------------------------------------------------
 
-    def start_prefetch(self, context: ExchangeContext, read: ReadBatch, input: Any, current: BatchExchange) -> None:
-        """Prefetch a batch during the current one."""
-        self._prefetched = PrefetchedBatch(context, read, input, current)
-        self.submit(context.meter, self._prefetched.start)
+    def start_prefetch(self, context: ExchangeContext, read: ReadBatch, count: int, current: BatchExchange) -> None:
+        """Prefetch `count` batches during the current one, the same on all ranks; some ranks have fewer."""
+        inputs, self.next_inputs = self.next_inputs[:count], self.next_inputs[count:]
+        if not self.overlap:
+            return
+        if count and self._prefetched and self._prefetched[0].trains != current.trains:
+            self._prefetched.clear()
+        for input in [*inputs, *[None] * (count - len(inputs))]:
+            previous: list[PendingBatch] = [current] if current.trains else []
+            previous += [each for each in self._prefetched if each.trains]
+            self._prefetched.append(PrefetchedBatch(context, read, input, current.trains, previous))
+            self.submit(context.meter, self._prefetched[-1].start)
+        self.depth = max(self.depth, len(self._prefetched))
 
     def take_prefetched(self, bags: JaggedIds, trains: bool) -> PrefetchedBatch | None:
-        """The prefetched batch if it is this one."""
-        found = self._prefetched
-        return found if found is not None and found.matches(bags, trains) else None
+        """The next prefetched batch if it is this one with up-to-date rows; else those after it are fetched again."""
+        ahead = self._prefetched
+        if ahead and trains != ahead[0].trains:  # training batches wait for a validation
+            if trains:
+                ahead.clear()
+            return None
+        found = [n for n, each in enumerate(ahead) if each.matches(bags)][:1]
+        missed, self._missed = self._missed, bool(ahead) and not found
+        if found == [0] and ahead[0].valid:
+            return ahead.popleft()
+        self.fetch_again((found or [len(ahead) if missed else -1])[0] + 1)  # twice another batch: these will not come
+        return None
+
+    def fetch_again(self, first: int = 0) -> None:
+        """Prefetch the batches from `first` on again, which another batch will update, and forget those before."""
+        self.next_inputs[:0] = [each.input for each in self._prefetched][first:]
+        self._prefetched.clear()
 
     def drop_prefetched(self) -> None:
-        self._prefetched = None
+        self._prefetched.clear()
 
     def invalidate_prefetched(self) -> None:
-        """Rows may have changed: a prefetched batch is fetched again."""
-        if self._prefetched is not None:
-            self._prefetched.valid = False
+        """Rows may have changed: prefetched batches are fetched again."""
+        for each in self._prefetched:
+            each.valid = False
 
     def after_update(self, exchange: BatchExchange) -> None:
         """The rows of a batch are updated: fetch the rows that were deferred for it."""
-        if self._prefetched is not None:
-            if self._prefetched.previous is exchange:
-                self._prefetched.finish()
-            else:
-                self._prefetched.valid = False
+        for each in self._prefetched:
+            each.after_update(exchange)
 
 
 def _tensors(thing: object) -> Iterator[Tensor]:
