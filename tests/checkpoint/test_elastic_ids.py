@@ -14,7 +14,6 @@ import thermocline as tc
 from support import has
 from thermocline import BadInput, IdMap, RowConfig, Table
 from thermocline.checkpoint import compact, convert, export_tables
-from thermocline.serve.tables.checkpoint_source import CheckpointSource
 
 CONFIG = RowConfig("int8", cache=0.1)
 
@@ -102,12 +101,6 @@ def test_another_rule_is_refused_with_both_named(tmp_path: Path):
     tables = [Table("hour", 24, 8), Table("item", 300, 8, features=("seen", "bought"), ids=IdMap.elastic(300))]
     with pytest.raises(BadInput, check=has(feature="seen", model=IdMap.elastic(300))):
         tc.load_into(tc.EmbeddingCollection(tables, rows=CONFIG), tmp_path / "a")
-
-
-def test_tables_with_elastic_ids_are_not_served_yet(tmp_path: Path):
-    tc.save(_tables(), tmp_path / "a")
-    with pytest.raises(BadInput, check=has(parameter="ids", feature="seen")):
-        CheckpointSource(tmp_path / "a")
 
 
 def test_rows_are_not_exported_without_their_ids(tmp_path: Path):

@@ -34,8 +34,9 @@ def table_plan(
     exchange: str = "flat",
     card: int | None = None,
     first_precision: str = "",
+    shape: tuple[int, int, tuple[str, ...]] | None = None,
 ) -> TablePlan:
-    rows, dim, features = TABLES[name]
+    rows, dim, features = shape or TABLES[name]
     counts = {1: first, 2: second, 3: rows - first - second}
     precisions = {1: first_precision or precision, 2: precision, 3: precision}
     tiers = [

@@ -164,9 +164,3 @@ def test_a_sharded_model_is_refused_and_its_sharding_prints_in_a_few_lines():
     assert len(str(sharding).splitlines()) < 20 and "created" not in str(sharding)
     with pytest.raises(tc.BadInput, check=has(parameter="model", module="tables")):
         tc.shard_(model, plan, heat)
-
-
-def test_collections_with_elastic_ids_are_not_sharded_yet():
-    tables = [tc.Table("user", 100, 8, ids=tc.IdMap.elastic(100))]
-    with pytest.raises(tc.BadInput, check=has(parameter="ids", collection="rows")):
-        tc.shard_(nn.ModuleDict({"rows": tc.EmbeddingCollection(tables)}), tiers_plan(1, 1, MIXED, "int8")[0])

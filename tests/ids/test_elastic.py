@@ -32,9 +32,9 @@ class Model:
     def __init__(self, policy: ElasticRows) -> None:
         self.policy, self.key = policy, SaltedHash(1, policy.salt).key
         self.rows: dict[int, list[int]] = {}
-        self.cells: Counter[tuple[int, int]] = Counter()
+        self.cells: Counter[tuple[int, int, int]] = Counter()
         self.steps = self.window = 0
-        self.width = max(64, policy.own // 2)
+        self.width = 32 * -(-policy.own // 64)
 
     def hash(self, id: int) -> int:
         return _mix(((id & WORD) ^ self.key) * GOLDEN & WORD)
@@ -55,7 +55,8 @@ class Model:
             self.rows[where[id]] = [id, heat, self.steps]
         new = {id: count for id, count in batch.items() if id not in where}
         places = {
-            id: [(d, (_mix((self.hash(id) + (d + 1) * GOLDEN) & WORD) * self.width) >> 64) for d in range(4)] for id in new
+            id: [(self.bucket(id), d, _mix((self.hash(id) + (d + 1) * GOLDEN) & WORD) * 32 >> 64) for d in range(4)]
+            for id in new
         }
         found = {id: min(255, count + min(self.cells[cell] for cell in places[id])) for id, count in new.items()}
         for id, estimate in found.items():

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_scratch")
 
 def _empty(rules: KeyRules) -> KeyArrays:
     words = -(-rules.rows // 64) * 16
-    sizes = (rules.rows, words, words, rules.width)
+    sizes = (rules.rows, words, words, 2 * words)
     last, tags, heat, sketch = (torch.zeros(size, dtype=torch.int32) for size in sizes)
     return KeyArrays(torch.zeros(rules.rows, dtype=torch.int64), last, tags, heat, sketch)
 
@@ -118,3 +118,20 @@ def test_first_values_are_those_of_the_reference():
     ids_K = torch.tensor([0, -1, 1 << 40, 7])
     values_KD = cpu.first_values(ids_K, 5, 33, 0.1)
     assert torch.equal(values_KD, reference.first_values(ids_K, 5, 33, 0.1)) and float(values_KD.abs().max()) <= 0.1
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu])
+def test_a_range_of_buckets_does_what_the_whole_table_does_there(kernels: Any):
+    whole = KeyRules(300, 16, 99, 4, False)
+    parts = [whole._replace(first=64 * first) for first in (0, 2, 3)]
+    rows = [128, 64, 108]
+    arrays = [_empty(rules._replace(rows=count)) for rules, count in zip(parts, rows, strict=True)]
+    all_arrays, draw = _empty(whole), torch.Generator().manual_seed(3)
+    for step in range(1, 9):
+        ids_N = torch.randint(0, 600, (300,), generator=draw)
+        expected = _step(kernels, all_arrays, whole, ids_N, step, 2)[0]
+        bucket_N = reference.bucket_of(hash_ids(ids_N, whole.key), whole.rows)
+        for rules, own, at in zip(parts, arrays, [bucket_N < 2, bucket_N == 2, bucket_N > 2], strict=True):
+            assert torch.equal(_step(kernels, own, rules, ids_N[at], step, 2)[0], expected[at])
+    for joined, one in zip(zip(*arrays, strict=True), all_arrays, strict=True):
+        assert torch.equal(torch.cat(joined), one)

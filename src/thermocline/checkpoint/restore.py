@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.distributed.sharded_collection import ShardedCollection
-from thermocline.ids.elastic import ElasticRows, KeyTable
+from thermocline.ids.keyed_map import new_keys
 from thermocline.kernels import dequantize_rows
 from thermocline.nn.id_maps import ElasticMaps
 from thermocline.nn.rows_module import RowsModule
@@ -29,6 +29,7 @@ from .format.cache_slots import restore_cache
 from .format.manifest import ModuleEntry, Section, TableEntry
 from .format.module_entries import NamedModule, layout_of
 from .reader import Checkpoint, SectionRows, block_rows
+from .saved_ids import read_keys, saved_places
 from .shared_reading import read_together
 
 Remap = dict[int, Tensor]  # by table
@@ -77,18 +78,14 @@ def _restore_ids(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule,
     maps = module.maps
     if not isinstance(maps, ElasticMaps):
         return {}
-    tables = [table for table in checkpoint.manifest.tables if table.module == entry.name]
-    known = [(t, checkpoint.id_maps[feature]) for t, table in enumerate(tables) for feature in table.features]
-    numbers = {place: n for n, place in enumerate(sorted({(t, map.first) for t, map in known if map.is_elastic}))}
+    places = saved_places(checkpoint, entry.name)
     remap: Remap = {}
     for (index, first), keys in zip(maps.places, maps.keys, strict=True):
         if index not in saved:
             continue
-        at = (tables.index(saved[index]), first)
-        policy = next(map.start for t, map in known if (t, map.first) == at and isinstance(map.start, ElasticRows))
-        then = keys if policy == keys.policy else KeyTable(policy, keys.rules.key)
-        for name, tensor in then.tensors().items():
-            tensor.copy_(checkpoint.state.read(f"module/{entry.name}/elastic{numbers[at]}_{name}"))
+        place = places[saved[index].name, first]
+        then = keys if place.policy == keys.policy else new_keys(place.policy)
+        read_keys(checkpoint, entry.name, place, then)
         if then is not keys:
             remap[index] = keys.take_over(then)
             if dropped := int((remap[index][then.occupied()] < 0).sum()):

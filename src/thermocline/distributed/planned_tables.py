@@ -126,11 +126,11 @@ def map_collections(
 ) -> tuple[dict[str, list[TablePlan]], dict[str, list[TableMap]]]:
     """The table plans and row maps of every collection."""
     tables = {name: planned_tables(plan, each) for name, each in found.items()}
-    shape = groups.nodes, groups.local_size
-    maps = {name: make_maps(tables[name], heat, each.id_maps, *shape, device) for name, each in found.items()}
+    shape, live = (groups.nodes, groups.local_size), {name: each.live_maps for name, each in found.items()}
+    maps = {name: make_maps(tables[name], heat, live[name], *shape, device) for name in found}
     if groups.size == 1:
         tables = {name: [_merge_tiers(table) for table in each] for name, each in tables.items()}
-        maps = {name: make_maps(tables[name], heat, each.id_maps, 1, 1, device) for name, each in found.items()}
+        maps = {name: make_maps(tables[name], heat, live[name], 1, 1, device) for name in found}
     return tables, maps
 
 

@@ -324,3 +324,16 @@ def check_same(values: Sequence[dict[str, str]], what: str) -> None:
                 for one in dict.fromkeys(found)
             )
             raise BadInput(f"{what}: ranks differ in {name} ({shown}); give all ranks the same", parameter=name, values=found)
+
+
+def raise_if_any_failed(groups: ProcessGroups, failed: BaseException | None) -> None:
+    """Raise on all ranks if one of them failed. Collective."""
+    ones = [1] * groups.size
+    flags = groups.world.all_to_all(torch.full((groups.size,), int(failed is not None), dtype=torch.int64), ones, ones)
+    if not bool(flags.any()):
+        return
+    everyone = groups.all_gather("" if failed is None else f"{type(failed).__name__}: {failed}")
+    if failed is not None:
+        raise failed
+    rank = next(rank for rank, error in enumerate(everyone) if error)
+    raise BadInput(f"rank {rank} stopped: {everyone[rank]}; nothing was changed", rank=rank)

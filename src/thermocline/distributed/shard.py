@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
-from thermocline.ids.elastic import refuse_elastic
 from thermocline.nn.collection import EmbeddingCollection
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan
 from thermocline.plan.run_file import MeasuredRank, MeasuredRun, MeasuredTraffic, fingerprint
@@ -35,9 +34,18 @@ from thermocline.plan.run_file import MeasuredRank, MeasuredRun, MeasuredTraffic
 from .exchange.traffic_meter import TrafficMeter, TrafficRecord
 from .placement.init_rows import hot_rows
 from .planned_tables import Collection, check_heat, check_maps, map_collections
-from .process_groups import CPU, ProcessGroups, broadcast_object, check_same, current_device, gather_objects, world_size
+from .process_groups import (
+    CPU,
+    ProcessGroups,
+    broadcast_object,
+    check_same,
+    current_device,
+    gather_objects,
+    raise_if_any_failed,
+    world_size,
+)
 from .replanning.frequency_counter import FrequencyCounter, merge_profiles
-from .replanning.migrate import RowMigration, deferred_interrupt, raise_if_any_failed
+from .replanning.migrate import RowMigration, deferred_interrupt
 from .shard_source import Shardable, ShardSource, shardable_modules
 from .sharded_collection import ShardedCollection
 from .sharded_table import SHARDED
@@ -133,7 +141,7 @@ class Sharding:
                 new = ShardedCollection(collection, tables[name], maps[name], collection.groups, device)
                 built[name] = new
                 if new.arena.pools and recent is not None:
-                    new.arena.warm(hot_rows(new.shard, new.tables, new.id_maps, recent))
+                    new.arena.warm(hot_rows(new.shard, new.tables, collection.live_maps, recent))
         except BaseException as error:
             failed = error
         raise_if_any_failed(self.groups, failed)
@@ -348,8 +356,6 @@ def _validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Map
         )  # fmt: skip
     check_heat(plan, heat)
     for name, source in found.items():
-        if any(map.is_elastic for map in source.id_maps.values()):
-            refuse_elastic(f"in sharded tables ({name!r})", "train on one process", collection=name)
         if source.rows.residency != "device":
             raise BadInput(
                 f"{name!r} has residency={source.rows.residency!r}; sharded rows stay on the device: set residency='device', "

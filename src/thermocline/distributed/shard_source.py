@@ -16,6 +16,7 @@ from thermocline.ids.idmap import IdMap
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 from thermocline.nn.embedding import Embedding, EmbeddingBag
+from thermocline.nn.id_maps import keyed_maps
 from thermocline.plan.model import Plan
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
@@ -31,6 +32,7 @@ class ShardSource:
     tables: tuple[Table, ...]
     features: tuple[str, ...]
     id_maps: Mapping[str, IdMap]
+    live_maps: Mapping[str, IdMap]  # elastic ones with the ids that have rows
     mode: str
     rows: RowConfig
     dtype: torch.dtype
@@ -42,12 +44,14 @@ class ShardSource:
         """The source of a module. The feature of a plain module is that of its table in the plan."""
         rows = module.rows, module.dtype, module.arena, module.trainer
         if isinstance(module, EmbeddingCollection):
-            return cls(name, module.tables, module.features, module.id_maps, module.mode, *rows)
+            live = keyed_maps(module, module.id_maps)
+            return cls(name, module.tables, module.features, module.id_maps, live, module.mode, *rows)
         own = name or "table"  # as in a checkpoint
         feature = next((_only_feature(own, each.features) for each in plan.tables if each.name == own), own) if plan else own
         table = Table(own, module.num_embeddings, module.embedding_dim, (feature,), ids=module.ids)
         mode = module.mode if isinstance(module, EmbeddingBag) else "none"
-        return cls(name, (table,), (feature,), {feature: module.ids}, mode, *rows)
+        live = {feature: keyed_maps(module, {"input": module.ids})["input"]}
+        return cls(name, (table,), (feature,), {feature: module.ids}, live, mode, *rows)
 
 
 def _only_feature(table: str, features: tuple[str, ...]) -> str:

@@ -24,9 +24,9 @@ from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
-from thermocline.nn.backward_pass import UpdateOnce
+from thermocline.nn.backward_pass import SameTenants, UpdateOnce, current_pass
 from thermocline.nn.collection import Table
-from thermocline.nn.id_maps import FeatureMaps, difference, maps_as_text
+from thermocline.nn.id_maps import difference, maps_as_text
 from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
 from thermocline.nn.many_ranks import refuse_ddp
 from thermocline.nn.prefetch import PrefetchedInput, prefetch_window
@@ -35,10 +35,11 @@ from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.memory import MemoryUsage
 from thermocline.rows.training import raise_pending
 
+from .elastic_ids import RankMaps, adopt_ids, live_ids, needed_maps
 from .exchange.batch_exchange import BatchExchange, BatchGradients, RowDestination
 from .exchange.batch_table import BatchTable, ShardedLookup, feature_offsets
 from .exchange.context import ExchangeContext
-from .exchange.handshake import StepAgreement, announce_failure, handshake
+from .exchange.handshake import StepAgreement, announced, handshake
 from .exchange.pipeline import ExchangePipeline, PrefetchedBatch
 from .placement.init_rows import init_rows
 from .placement.local_shard import LocalShard, check_replicas
@@ -87,17 +88,17 @@ class ShardedCollection(RowsModule):
         self.name, self.mode, self.tables, self.features = source.name, source.mode, source.tables, source.features
         self._dims = tuple(table.dim for table in self.tables for _ in table.features)
         self.groups, self.id_maps = groups, source.id_maps
-        self.maps = FeatureMaps.needed(
-            self.features, [self.id_maps[f] for f in self.features], [plans[t].rows for t in table_F], device
-        )
         self.state = ShardState(row_index, groups, self.arena, self.trainer, self.tables, table_F)
+        self.maps = needed_maps(self, [self.id_maps[f] for f in self.features], [plans[t].rows for t in table_F], table_F)
         self.pipeline = ExchangePipeline(groups.comm_thread, overlap=groups.world.gloo)
-        self.trained: ShardedTrained = ShardedTrained(self.trained, self.name, self.state, self.pipeline, self.padding_idx)
+        padding = None if self._elastic else self.padding_idx  # an id, not a row
+        self.trained: ShardedTrained = ShardedTrained(self.trained, self.name, self.state, self.pipeline, padding)
         self.dedup = True  # False: exchange every lookup, as the baselines of benchmarks do
         self.plan: Plan | None = None  # of `shard_`, for checkpoints
         self.counter = FrequencyCounter(self.features, 0, 1, groups.local_size)
         if isinstance(source, ShardSource):
             init_rows(self.shard, source, heat)
+            adopt_ids(self, source)
             self.trained.group.read_back()  # the rows of a migrated collection come from all ranks
 
     @property
@@ -108,6 +109,14 @@ class ShardedCollection(RowsModule):
     def shard(self) -> LocalShard:
         return self.state.shard
 
+    @property
+    def _elastic(self) -> RankMaps | None:
+        return self.maps if isinstance(self.maps, RankMaps) else None
+
+    @property
+    def live_maps(self) -> Mapping[str, IdMap]:
+        return live_ids(self)
+
     # -- a batch ------------------------------------------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -116,11 +125,9 @@ class ShardedCollection(RowsModule):
         if isinstance(input, PrefetchedInput):
             (input,) = input.arguments
         out, bags = self.look_up_batch(input)
-        return (
-            Unpooled(out, bags.offsets, self.features, self._dims)
-            if self.mode == "none"
-            else Pooled(out, self.features, self._dims)
-        )
+        if self.mode == "none":
+            return Unpooled(out, bags.offsets, self.features, self._dims)
+        return Pooled(out, self.features, self._dims)
 
     def look_up_batch(self, input: Any) -> tuple[Tensor, JaggedIds]:
         """Look up an input, or None for all rows of a table. Returns the output of all features, and the ids."""
@@ -129,24 +136,24 @@ class ShardedCollection(RowsModule):
             return self._look_up_unsharded(input, trains)
         self.wait_for_exchange()
         pipeline, context = self.pipeline, self.state.context
-        try:
-            bags = self._read(input, trains)
+        with announced(context, self.name, pipeline.drop_prefetched):
+            given = bags = self._read(input, trains)
+        if self._elastic is not None and input is not None:
+            steps = self.training and self.placeholder.requires_grad and current_pass() < 0
+            bags = bags._replace(ids_N=self._elastic.rows_of_batch(self, bags.ids_N, bags.offsets, steps, trains))
+        with announced(context, self.name, pipeline.drop_prefetched):
             prefetched = pipeline.take_prefetched(bags, trains)
             batch, exchange = self._start(bags, prefetched, trains)
-        except Exception as error:
-            self.pipeline.drop_prefetched()
-            announce_failure(context, self.name, error)
-            raise
         weighted = "with weights" if bags.weights_N is not None else "without weights"
         operation = f"{'training' if trains else 'looking'} {weighted}, {self.dtype}"
         agreed = self._handshake(operation, exchange, prefetched is not None, len(pipeline.next_inputs))
         if agreed.differ:  # some ranks look up another batch than they prefetched: all ranks fetch again
             prefetched, (batch, exchange) = None, self._start(bags, None, trains)
             pipeline.fetch_again()
-            agreed = self._handshake(operation, exchange, following=len(pipeline.next_inputs))
+            agreed = self._handshake(operation, exchange, False, len(pipeline.next_inputs))
         exchange.dense = input is None
         if trains and self.training and input is not None:  # a validation batch without no_grad does not count
-            self.counter.add(bags)
+            self.counter.add(given)
         target = batch.destination(self.shard.fields_KF)
         if prefetched is not None:
             prefetched.receive()
@@ -158,9 +165,7 @@ class ShardedCollection(RowsModule):
         pipeline.start_prefetch(context, self._read_next, agreed.following, exchange)
         return self._look_up(batch, exchange, trains), bags
 
-    def _handshake(
-        self, operation: str, exchange: BatchExchange, prefetched: bool = False, following: int = 0
-    ) -> StepAgreement:  # fmt: skip
+    def _handshake(self, operation: str, exchange: BatchExchange, prefetched: bool, following: int) -> StepAgreement:
         what = f"{self.name}: {operation}"
         return handshake(self.state.context, what, exchange.sent_PJ, exchange.total_J, prefetched, following)
 
@@ -168,9 +173,10 @@ class ShardedCollection(RowsModule):
         """Exchange ids and rows of a later batch during the current one; call it before the forward of the current batch.
 
         Batches are prefetched in the order of the calls; each is the one after the batches prefetched before. Results do not
-        depend on prefetching, whatever is looked up next. Ranks without a later batch do not call it.
+        depend on prefetching, whatever is looked up next. Ranks without a later batch do not call it. Does nothing with elastic
+        ids: which of them come depends on the current batch.
         """
-        if not self.row_index.unsharded:
+        if not self.row_index.unsharded and self._elastic is None:
             self.pipeline.next_inputs.append(input)
 
     def prefetched(
@@ -235,7 +241,8 @@ class ShardedCollection(RowsModule):
     def _table_of(self, bags: JaggedIds) -> BatchTable:
         layout = self.state.batch_layout
         try:
-            rows_N = bags.ids_N.long() if self.maps is None else self.maps(bags.ids_N, bags.offsets)
+            maps = None if self._elastic else self.maps  # elastic ids are rows already
+            rows_N = bags.ids_N.long() if maps is None else maps(bags.ids_N, bags.offsets)
             try:
                 return BatchTable(layout, bags, rows_N, F.MODES.index(self.mode), self.dedup)
             except BadInput:
@@ -259,6 +266,8 @@ class ShardedCollection(RowsModule):
             self.pipeline.lookups += 1
             if self.rows.update == "backward":
                 out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
+            elif self._elastic is not None:
+                out.grad_fn.register_prehook(SameTenants(self.trained))  # type: ignore[union-attr]
         return out.double() if wide else out
 
     def _reduce_gradients(self, exchange: BatchExchange, grads: BatchGradients) -> None:
@@ -284,11 +293,8 @@ class ShardedCollection(RowsModule):
         """Rows of a table, dequantized to fp32; all rows by default. Collective."""
         context = self.state.context
         self.invalidate_prefetched()
-        try:
+        with announced(context, self.name):
             number, rows_N = check_rows(self.tables, table, ids, self.arena.device)
-        except BadInput as error:
-            announce_failure(context, self.name, error)
-            raise
         rows_U, inverse_N = torch.unique(rows_N + self.row_index.first[number], return_inverse=True)
         values_UD = torch.empty(rows_U.numel(), self.tables[number].dim, dtype=torch.float32, device=self.arena.device)
         exchange = BatchExchange(context, rows_U, trains=False)

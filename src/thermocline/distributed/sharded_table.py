@@ -112,8 +112,22 @@ class ShardedEmbedding(ShardedTable):
     def forward(self, input: Tensor | PrefetchedInput) -> Tensor:
         """Look up ids of any shape, as `Embedding.forward`. Collective."""
         (ids,) = arguments = input.arguments if isinstance(input, PrefetchedInput) else (input,)
+        if self.padding_idx is not None and self._elastic is not None:
+            return self._without_padding(ids)
         out_ND, _ = self.look_up_batch(arguments)
-        if isinstance(ids, Tensor) and ids.is_nested:
+        return self._shaped(out_ND, ids)
+
+    def _without_padding(self, ids: Tensor) -> Tensor:
+        """Look up ids other than padding, which reads zeros: it has no row."""
+        check_integers(ids)
+        assert self.padding_idx is not None
+        ids_N, _ = read_ids(ids)
+        kept_K = ids_N.ne(self.padding_idx).nonzero()[:, 0]
+        out_KD, _ = self.look_up_batch((ids_N[kept_K],))
+        return self._shaped(out_KD.new_zeros(ids_N.numel(), self.embedding_dim).index_copy(0, kept_K, out_KD), ids)
+
+    def _shaped(self, out_ND: Tensor, ids: Tensor) -> Tensor:
+        if ids.is_nested:
             return torch.nested.nested_tensor_from_jagged(out_ND, ids.offsets())  # type: ignore[attr-defined]
         return out_ND.view(*ids.shape, self.embedding_dim)
 

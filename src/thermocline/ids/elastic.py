@@ -100,17 +100,23 @@ _NONE = Moved(*(torch.zeros(0, dtype=torch.int64) for _ in range(4)))
 
 
 class KeyTable:
-    """The ids that have rows of an elastic table, and their heat. Rows count from the first row of the map."""
+    """The ids that have rows of an elastic table, and their heat. Rows count from the first row of the map.
 
-    def __init__(self, policy: ElasticRows, key: int, device: torch.device | str = "cpu") -> None:
-        self.policy = policy
-        self.rules = KeyRules(policy.own, policy.shared, signed(key), policy.half_life, policy.evict == "lru")
+    With `buckets` it is the part of one rank: those buckets, for ids of which it is asked alone.
+    """
+
+    def __init__(
+        self, policy: ElasticRows, key: int, device: torch.device | str = "cpu", buckets: range | None = None
+    ) -> None:  # fmt: skip
+        self.policy, self.buckets = policy, range(-(-policy.own // K.BUCKET)) if buckets is None else buckets
+        rules = (policy.own, policy.shared, signed(key), policy.half_life, policy.evict == "lru")
+        self.rules = KeyRules(*rules, first=K.BUCKET * self.buckets.start)
         self.on_evict: Evicted | None = None
-        words, buckets = K.BUCKET // 4, -(-policy.own // K.BUCKET)
-        self.keys = torch.zeros(policy.own, dtype=torch.int64, device=device)
-        self.last = torch.zeros(policy.own, dtype=torch.int32, device=device)
-        self.tags, self.heat = (torch.zeros(words * buckets, dtype=torch.int32, device=device) for _ in range(2))
-        self.sketch = torch.zeros(-(-K.DEPTH * self.rules.width // 4), dtype=torch.int32, device=device)
+        words, rows = K.BUCKET // 4, max(0, min(policy.own, K.BUCKET * self.buckets.stop) - self.rules.first)
+        self.keys = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.last = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.tags, self.heat = (torch.zeros(words * len(self.buckets), dtype=torch.int32, device=device) for _ in range(2))
+        self.sketch = torch.zeros(K.DEPTH * K.CELLS // 4 * len(self.buckets), dtype=torch.int32, device=device)
         self.counts = torch.zeros(WINDOW + 1, dtype=torch.int64, device=device)
 
     @property
@@ -135,12 +141,12 @@ class KeyTable:
     def state(self) -> dict[str, float]:
         """Numbers of the table; `ElasticIds.state` documents them."""
         used = self.occupied().numel()
-        sizes = {"rows": self.rules.rows, "used": used, "pinned": int((self.last == K.PINNED).sum())}
-        return {**sizes, "load": used / self.rules.rows, **dict(zip(_COUNTS, self.counts.tolist(), strict=False))}
+        sizes = {"rows": self.keys.numel(), "used": used, "pinned": int((self.last == K.PINNED).sum())}
+        return {**sizes, "load": used / max(1, self.keys.numel()), **dict(zip(_COUNTS, self.counts.tolist(), strict=False))}
 
     def occupied(self) -> Tensor:
-        """The rows that belong to ids, ascending."""
-        return (as_bytes(self.tags)[: self.rules.rows] != 0).nonzero()[:, 0]
+        """The places in `keys` that belong to ids, ascending."""
+        return (as_bytes(self.tags)[: self.keys.numel()] != 0).nonzero()[:, 0]
 
     def find(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
         """(the row of each id, its own or a shared one; positions of ids that have none)."""
@@ -189,7 +195,7 @@ class KeyTable:
         self._age_sketch(ids_M.numel())
         ready_U = heat_U >= self.policy.admit_after
         ids_C = ids_U[ready_U]
-        went_E = self.keys[expired_E]
+        went_E = self.keys[expired_E - rules.first]
         rows_C, before_C, left_C = kernels.place(
             arrays, rules, ids_C, heat_U[ready_U], int(counts[STEPS]), int(counts[BARRIER])
         )
@@ -217,7 +223,7 @@ class KeyTable:
                 tensor.copy_(old)
             message = f"{failed} of {ids_C.numel()} ids find only pinned rows, or rows in use, in their bucket; pin fewer ids"
             raise BadInput(message, parameter="ids", value=ids_C.numel(), needed=failed)
-        self.last[self.find(ids_U)[0]] = K.PINNED
+        self.last[self.find(ids_U)[0] - self.rules.first] = K.PINNED
         counts[ADMITTED] += ids_C.numel()
         counts[EVICTED] += int(left_C.sum())
         return Moved(ids_C, rows_C, before_C[left_C], rows_C[left_C])
@@ -225,7 +231,7 @@ class KeyTable:
     def unpin(self, ids: Tensor) -> None:
         """Let pinned ids go again, as if they were looked up now."""
         rows_U = self.find(ids.reshape(-1).long())[0].unique()
-        rows_U = rows_U[rows_U < self.rules.rows]
+        rows_U = rows_U[rows_U < self.rules.rows] - self.rules.first
         self.last[rows_U[self.last[rows_U] == K.PINNED]] = int(self.counts[STEPS])
 
     def _age_sketch(self, lookups: int) -> None:
@@ -245,11 +251,11 @@ class KeyTable:
         old = (
             (self.last != K.PINNED)
             & (self.last < min(step - ttl, int(self.counts[BARRIER])))
-            & (as_bytes(self.tags)[: self.rules.rows] != 0)
+            & (as_bytes(self.tags)[: self.keys.numel()] != 0)
         )
-        rows_E = old.nonzero()[:, 0]
-        as_bytes(self.tags)[rows_E] = 0
-        return rows_E
+        places_E = old.nonzero()[:, 0]
+        as_bytes(self.tags)[places_E] = 0
+        return places_E + self.rules.first
 
     def _rebase(self) -> None:
         """Subtract whole half-lives from all steps before they pass 31 bits."""

@@ -14,6 +14,7 @@ from thermocline.kernels.ops import map_ids_anywhere
 from .elastic import ElasticRows, refuse_elastic
 from .idmap import IdMap, RowRange, SaltedHash
 from .kept_ids import KeptIds
+from .keyed_map import KeyedMap
 
 
 class IdMaps:
@@ -27,7 +28,7 @@ class IdMaps:
         counts: list[Tensor] = []
         places: dict[KeptIds, tuple[int, int]] = {}
         for each in maps:
-            if each is not None and each.is_elastic and not self.elastic:
+            if each is not None and each.is_elastic and not (self.elastic or isinstance(each, KeyedMap)):
                 refuse_elastic(f"outside of the module that trains them ({each})", "pass raw ids to the module")
             kept = None if each is None else each.kept
             if kept is not None and kept not in places:
@@ -37,17 +38,24 @@ class IdMaps:
                 words.append(kept.words)
                 counts.append(kept.block_counts)
             fields.append(_fields(each, (0, 0) if kept is None else places[kept]))
+        self.keyed = {f: each for f, each in enumerate(maps) if isinstance(each, KeyedMap)}
         self.fields_FM = torch.tensor(fields, dtype=torch.int64, device=device)
         self.words = _join(words, torch.int64).to(device)
         self.counts = _join(counts, torch.int32).to(device)
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.fields_FM, self.words, self.counts))
+        keys = {id(each.keys): each.bytes for each in self.keyed.values()}  # features may share a table
+        return sum(t.numel() * t.element_size() for t in (self.fields_FM, self.words, self.counts)) + sum(keys.values())
 
     def __call__(self, ids_N: Tensor, offsets: Tensor) -> Tensor:
         """Rows of the ids of all features: feature-major, with features * batch + 1 offsets."""
-        return map_ids_anywhere(self.fields_FM, self.words, self.counts, ids_N, offsets)
+        rows_N = map_ids_anywhere(self.fields_FM, self.words, self.counts, ids_N, offsets)
+        if self.keyed:
+            ends = offsets[:: (offsets.numel() - 1) // len(self.fields_FM) or 1].tolist()
+            for f, each in self.keyed.items() if len(ends) > 1 else ():
+                rows_N[ends[f] : ends[f + 1]] = each.find(ids_N[ends[f] : ends[f + 1]].long())[0]
+        return rows_N
 
 
 def _join(parts: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -92,15 +92,13 @@ class OpenLookup(UpdateOnce):
         return True
 
 
-class OpenRows:
-    """A lookup with update="step" of elastic rows, whose tenants stay until its backward; then until `step`."""
+class SameTenants:
+    """A hook before the backward of a lookup of elastic rows with update="step": raises if their ids may be others by now."""
 
     def __init__(self, trained: Trained) -> None:
         self.trained, self.used = trained, -1  # updates of the rows before the first backward
-        trained.placeholder.open.add(id(self))
 
-    def close(self) -> None:
-        """Mark that gradients are pending. Raise if the rows of an earlier backward may have other ids by now."""
+    def __call__(self, grads: Any = None) -> None:
         placeholder = self.trained.placeholder
         if self.used not in (-1, placeholder.updates):
             message = (
@@ -108,7 +106,19 @@ class OpenRows:
             )
             raise BadInput(message, parameter="retain_graph", value=True)
         self.used = placeholder.updates
-        placeholder.open.discard(id(self))
+
+
+class OpenRows(SameTenants):
+    """A lookup with update="step" of elastic rows, whose tenants stay until its backward; then until `step`."""
+
+    def __init__(self, trained: Trained) -> None:
+        super().__init__(trained)
+        trained.placeholder.open.add(id(self))
+
+    def close(self) -> None:
+        """Mark that gradients are pending. Raise if the rows of an earlier backward may have other ids by now."""
+        self()
+        self.trained.placeholder.open.discard(id(self))
 
     def __del__(self) -> None:
         self.trained.placeholder.open.discard(id(self))

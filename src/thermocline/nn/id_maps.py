@@ -19,6 +19,7 @@ from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.ids.elastic import ElasticRows, Evicted, KeyTable, Moved, refuse_elastic
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap, RowRange, SaltedHash
+from thermocline.ids.keyed_map import KeyedMap
 
 from .backward_pass import current_pass
 from .inputs import check_integers
@@ -110,7 +111,14 @@ class ElasticMaps(FeatureMaps):
         for users in self.users:
             policy = maps[users[0]].start
             assert isinstance(policy, ElasticRows)
-            self.keys.append(KeyTable(policy, SaltedHash(1, policy.salt).key, device))
+            self.keys.append(self._new_keys(policy, device))
+
+    def _new_keys(self, policy: ElasticRows, device: torch.device) -> KeyTable:
+        return KeyTable(policy, SaltedHash(1, policy.salt).key, device)
+
+    def ids_of(self, module: RowsModule, n: int) -> ElasticIds:
+        """The ids of a key table, for users."""
+        return ElasticIds(module, n)
 
     @property
     def bytes(self) -> int:
@@ -242,7 +250,17 @@ def elastic_ids(module: RowsModule, feature: str | None) -> ElasticIds:
     if len(numbers) != 1:
         message = f"feature {feature!r} has no elastic ids of its own; {', '.join(known) or 'none'} have: name one of these"
         raise BadInput(message, parameter="feature", value=feature, available=list(known))
-    return ElasticIds(module, numbers.pop())
+    assert isinstance(maps, ElasticMaps)
+    return maps.ids_of(module, numbers.pop())
+
+
+def keyed_maps(module: RowsModule, maps: Mapping[str, IdMap]) -> Mapping[str, IdMap]:
+    """Id maps by feature, elastic ones with the ids that have rows of the module now."""
+    own = module.maps
+    if not isinstance(own, ElasticMaps) or module.arena.device.type == "meta":
+        return maps
+    keys = {own.features[f]: keys for users, keys in zip(own.users, own.keys, strict=True) for f in users}
+    return {name: KeyedMap.of(map, keys[name]) if name in keys else map for name, map in maps.items()}
 
 
 def refuse_device(device: torch.device) -> None:

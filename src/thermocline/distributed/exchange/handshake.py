@@ -6,6 +6,8 @@ If ranks differ, or one of them failed, all ranks raise an error that names the 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +59,17 @@ def announce_failure(context: ExchangeContext, name: str, error: Exception) -> N
     none_PJ = np.zeros((context.groups.size, context.routes.exchanges), np.int64)
     _exchange(context, _FAILED, none_PJ, none_PJ[0])
     context.groups.all_gather({"operation": name, "error": f"{error}"})
+
+
+@contextmanager
+def announced(context: ExchangeContext, name: str, cleanup: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Announce an error of this rank to all ranks, in place of its next handshake."""
+    try:
+        yield
+    except Exception as error:
+        cleanup()
+        announce_failure(context, name, error)
+        raise
 
 
 def _exchange(context: ExchangeContext, word: int, sent_PJ: Counts, total_J: Counts) -> Counts:

@@ -35,7 +35,7 @@ def init_rows(shard: LocalShard, source: ShardSource, heat: HeatProfile | None) 
             scores = [_cache_scores(source.arena, table) for table in range(len(source.tables))]
             shard.arena.warm(_by_local_row(shard, scores))
         else:
-            shard.arena.warm(hot_rows(shard, source.tables, source.id_maps, heat))
+            shard.arena.warm(hot_rows(shard, source.tables, source.live_maps, heat))
     if real:
         shard.trainer.clock.copy_(source.trainer.clock)
         shard.trainer.hyper.copy_(source.trainer.hyper)

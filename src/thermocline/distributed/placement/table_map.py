@@ -24,6 +24,7 @@ from torch import Tensor
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile, add_up
 from thermocline.ids.idmap import IdMap
+from thermocline.ids.keyed_map import KeyedMap
 from thermocline.kernels.exchange import fields as K
 from thermocline.kernels.ids.bitmap import RankBitmap
 from thermocline.plan.balance import MULTIPLIERS, Placement, PlacementInput, place, request_probability
@@ -182,10 +183,11 @@ def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap
 
 
 def hottest_rows(features: Sequence[str], heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[Counts, Counts]:
-    """Rows that features looked up, hottest first and ties by row, and their lookup counts."""
+    """Rows that features looked up, hottest first and ties by row, and their lookup counts. Elastic ids need their keys."""
     none = np.zeros(0, np.int64)
     if heat is None:
         return none, none
-    seen = [(name, heat.tables[name]) for name in features if name in heat.tables]
+    known = [name for name in features if not ids[name].is_elastic or isinstance(ids[name], KeyedMap)]
+    seen = [(name, heat.tables[name]) for name in known if name in heat.tables]
     rows = [ids[name](torch.from_numpy(np.ascontiguousarray(each.ids_H))).numpy() for name, each in seen]
     return add_up(np.concatenate([none, *rows]), np.concatenate([none, *(each.counts_H for _, each in seen)]))

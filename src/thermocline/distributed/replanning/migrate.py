@@ -30,9 +30,8 @@ from thermocline import formats as F
 from thermocline.distributed.exchange.routes import receiver
 from thermocline.distributed.placement.init_rows import in_slots
 from thermocline.distributed.placement.row_index import RowLocations
-from thermocline.distributed.process_groups import ProcessGroups
+from thermocline.distributed.process_groups import raise_if_any_failed
 from thermocline.distributed.sharded_collection import ShardedCollection
-from thermocline.errors import BadInput
 from thermocline.kernels import dequantize_rows
 
 BLOCK = 1 << 16  # rows of a table per message round: bounds the memory of a migration
@@ -166,16 +165,3 @@ def deferred_interrupt() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGINT, before)
     check()
-
-
-def raise_if_any_failed(groups: ProcessGroups, failed: BaseException | None) -> None:
-    """Raise on all ranks if one of them failed. Collective."""
-    ones = [1] * groups.size
-    flags = groups.world.all_to_all(torch.full((groups.size,), int(failed is not None), dtype=torch.int64), ones, ones)
-    if not bool(flags.any()):
-        return
-    everyone = groups.all_gather("" if failed is None else f"{type(failed).__name__}: {failed}")
-    if failed is not None:
-        raise failed
-    rank = next(rank for rank, error in enumerate(everyone) if error)
-    raise BadInput(f"rank {rank} stopped: {everyone[rank]}; nothing was changed", rank=rank)

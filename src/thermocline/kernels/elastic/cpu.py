@@ -29,7 +29,7 @@ from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids.cpu import hash_id, mix, reduce_to
 from thermocline.kernels.ids.reference import hash_ids
 
-from .fields import BUCKET, DEPTH, MOST, KeyArrays, KeyRules
+from .fields import BUCKET, CELLS, DEPTH, MOST, KeyArrays, KeyRules
 from .reference import placing_order
 
 CHUNK = 8192
@@ -107,13 +107,14 @@ def _touch(last, heat, half_life, rows, count, step, low, high):
 
 
 @kernel("void(" + ", ".join(["int64"] * 7) + ")")
-def _count(sketch, width, key, ids, counts, estimates, size):
+def _count(sketch, rows, key, ids, counts, estimates, size):
     for pass_ in range(2):  # every id reads before any writes
         for i in range(size):
             hash = hash_id(get_i64(ids, i), key)
+            lines = reduce_to(hash, rows) // BUCKET * DEPTH
             lowest = np.int64(MOST)
             for line in range(DEPTH):
-                cell = line * width + reduce_to(mix(hash + np.uint64(line + 1) * _GOLDEN), width)
+                cell = (lines + line) * CELLS + reduce_to(mix(hash + np.uint64(line + 1) * _GOLDEN), CELLS)
                 if pass_ == 0:
                     lowest = min(lowest, get_u8(sketch, cell))
                 elif get_i64(estimates, i) > get_u8(sketch, cell):
@@ -162,9 +163,16 @@ def _place(keys, last, tags, heat, rows, key, half_life, lru, ids, lookups, orde
         put_u8(heat, row, mine)
 
 
+def _bases(arrays: KeyArrays, rules: KeyRules) -> list[int]:
+    """Addresses of keys, last steps, tags, heat and sketch, as those of a table whose row 0 is there too."""
+    bytes_per_row = (8, 4, 1, 1, DEPTH * CELLS // BUCKET)
+    return [at - rules.first * each for at, each in zip(addresses("qiiii", *arrays), bytes_per_row, strict=True)]
+
+
 def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Tensor]:
     rows_N, missed_N, count = torch.empty_like(ids_N), torch.empty_like(ids_N), ids_N.numel()
-    keys, tags, *lists = addresses("qiqqq", arrays.keys, arrays.tags, ids_N, rows_N, missed_N)
+    keys, _, tags, *_ = _bases(arrays, rules)
+    lists = addresses("qqq", ids_N, rows_N, missed_N)
     counts: dict[int, int] = {}
 
     def task(first: int, last: int) -> None:
@@ -176,16 +184,17 @@ def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Ten
 
 
 def touch(arrays: KeyArrays, rules: KeyRules, rows_N: Tensor, step: int) -> None:
-    last, heat, rows = addresses("iiq", arrays.last, arrays.heat, rows_N)
-    size = rules.rows if rows_N.numel() < CHUNK else -(-rules.rows // torch.get_num_threads())
-    what = (last, heat, rules.half_life, rows, rows_N.numel(), step)
-    threads.run_chunks(lambda low, high: _touch(*what, low, high), rules.rows, size)
+    _, last, _, heat, _ = _bases(arrays, rules)
+    here, begin = arrays.last.numel(), rules.first
+    size = max(1, here if rows_N.numel() < CHUNK else -(-here // torch.get_num_threads()))
+    what = (last, heat, rules.half_life, *addresses("q", rows_N), rows_N.numel(), step)
+    threads.run_chunks(lambda low, high: _touch(*what, begin + low, begin + high), here, size)
 
 
 def count(arrays: KeyArrays, rules: KeyRules, ids_U: Tensor, counts_U: Tensor) -> Tensor:
     estimates_U = torch.empty_like(counts_U)
-    sketch, *lists = addresses("iqqq", arrays.sketch, ids_U, counts_U, estimates_U)
-    _count(sketch, rules.width, rules.key, *lists, ids_U.numel())
+    sketch, lists = _bases(arrays, rules)[-1], addresses("qqq", ids_U, counts_U, estimates_U)
+    _count(sketch, rules.rows, rules.key, *lists, ids_U.numel())
     return estimates_U
 
 
@@ -195,7 +204,7 @@ def place(
     order_C = placing_order(hash_ids(ids_C, rules.key), heat_C, rules.rows)
     rows_C, before_C = torch.empty_like(ids_C), torch.zeros_like(ids_C)
     left_C = torch.empty(ids_C.numel(), dtype=torch.uint8)
-    state = addresses("qiii", arrays.keys, arrays.last, arrays.tags, arrays.heat)
+    *state, _ = _bases(arrays, rules)
     lists = addresses("qqq", ids_C, heat_C, order_C)
     out = addresses("qqB", rows_C, before_C, left_C)
     rule = (rules.rows, rules.key, rules.half_life, int(rules.lru))

@@ -6,7 +6,8 @@ are divided into buckets of 64. An id may only have a row of its own bucket, whi
     home = (hash * rows) >> 64,  bucket = home >> 6,  tag = max(1, hash & 255)
 
 so a lookup reads one line of 64 tags and, with 1.3 keys on average, the key. The bound holds at every load and for ids that
-were chosen to collide: those compete for 64 rows and slow nothing down.
+were chosen to collide: those compete for 64 rows and slow nothing down. Everything about an id, the counters of the sketch
+included, lies with its bucket, so that ranks can share the buckets of a table: arrays may hold a range of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 BUCKET = 64  # rows of a bucket: their tags are one cache line
 DEPTH = 4  # counters of an id in the sketch
+CELLS = 32  # counters of a bucket in each of DEPTH lines: its part of the sketch is two cache lines
 MOST = 255  # counts are bytes that stop here
 PINNED = -1  # in place of the last step
 BYTES_PER_ROW = 16  # keys 8, last 4, tags 1, heat 1, sketch 2
@@ -29,7 +31,7 @@ class KeyArrays(NamedTuple):
     last: Tensor  # int32 a row: the last training step that looked it up, or PINNED
     tags: Tensor  # uint8 a row, in whole buckets: 0 if no id has the row
     heat: Tensor  # uint8 a row: lookups, halved every `half_life` steps
-    sketch: Tensor  # uint8, DEPTH * width: counters of ids without a row
+    sketch: Tensor  # uint8, DEPTH * CELLS a bucket: counters of ids without a row
 
 
 class KeyRules(NamedTuple):
@@ -40,8 +42,9 @@ class KeyRules(NamedTuple):
     key: int
     half_life: int
     lru: bool  # else LFU with decay
+    first: int = 0  # row at which the arrays begin, that of a bucket; row numbers count from the first row of all
 
     @property
     def width(self) -> int:
-        """Counters in each of the DEPTH lines of the sketch: two bytes a row in all."""
-        return max(BUCKET, self.rows // 2)
+        """Counted lookups of ids without a row, after which the counters of the sketch halve."""
+        return CELLS * -(-self.rows // BUCKET)

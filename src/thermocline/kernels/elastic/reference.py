@@ -5,8 +5,9 @@ A training step looks up a batch of ids. Its result depends on the state and on 
 1. `find` gives each id its row, or a shared row by its hash.
 2. `touch` counts the lookups of rows. The heat of a row first halves once for every multiple of `half_life` steps since its
    last lookup, so counts decay as if all were halved at these steps.
-3. `count` counts distinct ids without a row in a count-min sketch. All ids read the counters as the step found them, and a
-   counter becomes the largest of the counts of its ids: estimates are never too low, and one-off ids barely raise each other.
+3. `count` counts distinct ids without a row in the count-min sketch of their bucket. All ids read the counters as the step
+   found them, and a counter becomes the largest of the counts of its ids: estimates are never too low, and one-off ids barely
+   raise each other.
 4. `place` gives rows to ids that were counted often enough, in the order of (bucket, most lookups, smallest hash). An id takes
    the first free row of its bucket, or the coldest: the smallest heat, then the longest unused, then the first. With LFU an id
    takes a row only if it is counted at least as often as the row; with LRU the longest unused row goes. Rows used since step
@@ -21,7 +22,7 @@ from torch import Tensor
 from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids.reference import hash_ids, reduce_to, right, signed, splitmix64
 
-from .fields import BUCKET, DEPTH, MOST, PINNED, KeyArrays, KeyRules
+from .fields import BUCKET, CELLS, DEPTH, MOST, PINNED, KeyArrays, KeyRules
 
 
 def as_bytes(words: Tensor) -> Tensor:
@@ -37,7 +38,8 @@ def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Ten
     hashes_N = hash_ids(ids_N, rules.key)
     first_N = BUCKET * bucket_of(hashes_N, rules.rows)
     rows_NB = (first_N[:, None] + torch.arange(BUCKET)).clamp(max=rules.rows - 1)
-    same_NB = (arrays.keys[rows_NB] == ids_N[:, None]) & (as_bytes(arrays.tags)[rows_NB] != 0)
+    here_NB = rows_NB - rules.first
+    same_NB = (arrays.keys[here_NB] == ids_N[:, None]) & (as_bytes(arrays.tags)[here_NB] != 0)
     own_N = rows_NB.gather(1, same_NB.byte().argmax(dim=1, keepdim=True))[:, 0]
     found_N = same_NB.any(dim=1)
     return torch.where(found_N, own_N, rules.rows + reduce_to(hashes_N, rules.shared)), (~found_N).nonzero()[:, 0]
@@ -45,24 +47,27 @@ def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Ten
 
 def score(arrays: KeyArrays, rules: KeyRules, rows_K: Tensor, step: int) -> Tensor:
     """The heat of rows at a step."""
-    halvings_K = step // rules.half_life - arrays.last[rows_K].long() // rules.half_life
-    return as_bytes(arrays.heat)[rows_K].long() >> halvings_K.clamp(0, 8)
+    here_K = rows_K - rules.first
+    halvings_K = step // rules.half_life - arrays.last[here_K].long() // rules.half_life
+    return as_bytes(arrays.heat)[here_K].long() >> halvings_K.clamp(0, 8)
 
 
 def touch(arrays: KeyArrays, rules: KeyRules, rows_N: Tensor, step: int) -> None:
     """Count the lookups of rows that belong to ids."""
     rows_U, counts_U = rows_N[rows_N < rules.rows].unique(return_counts=True)
-    kept_U = arrays.last[rows_U] != PINNED
+    kept_U = arrays.last[rows_U - rules.first] != PINNED
     rows_U, counts_U = rows_U[kept_U], counts_U[kept_U]
-    as_bytes(arrays.heat)[rows_U] = (score(arrays, rules, rows_U, step) + counts_U).clamp(max=MOST).byte()
-    arrays.last[rows_U] = step
+    as_bytes(arrays.heat)[rows_U - rules.first] = (score(arrays, rules, rows_U, step) + counts_U).clamp(max=MOST).byte()
+    arrays.last[rows_U - rules.first] = step
 
 
 def count(arrays: KeyArrays, rules: KeyRules, ids_U: Tensor, counts_U: Tensor) -> Tensor:
     """Count lookups of distinct ids without a row; returns the estimate of all their lookups."""
     lines = torch.arange(1, DEPTH + 1)
-    mixed_UD = splitmix64(hash_ids(ids_U, rules.key)[:, None] + lines * signed(M.GOLDEN))
-    cells_UD = reduce_to(mixed_UD, rules.width) + (lines - 1) * rules.width
+    hashes_U = hash_ids(ids_U, rules.key)
+    mixed_UD = splitmix64(hashes_U[:, None] + lines * signed(M.GOLDEN))
+    lines_UD = DEPTH * (bucket_of(hashes_U, rules.rows) - rules.first // BUCKET)[:, None] + lines - 1
+    cells_UD = CELLS * lines_UD + reduce_to(mixed_UD, CELLS)
     cells = as_bytes(arrays.sketch)
     estimates_U = (cells[cells_UD].amin(dim=1).long() + counts_U).clamp(max=MOST)
     raised = cells.long().scatter_reduce(0, cells_UD.reshape(-1), estimates_U.repeat_interleave(DEPTH), "amax")
@@ -80,22 +85,24 @@ def place(
     for at in placing_order(hashes_C, heat_C, rules.rows).tolist():
         first = BUCKET * int(bucket_of(hashes_C[at : at + 1], rules.rows))
         bucket = range(first, min(first + BUCKET, rules.rows))
-        free = [row for row in bucket if tags[row] == 0]
-        cold = [row for row in bucket if int(arrays.last[row]) != PINNED and int(arrays.last[row]) < barrier]
+        free = [row for row in bucket if tags[row - rules.first] == 0]
+        used = {row: int(arrays.last[row - rules.first]) for row in bucket}
+        cold = [row for row in bucket if used[row] != PINNED and used[row] < barrier]
         if free:
             row = free[0]
         elif not cold:
             continue
         elif rules.lru:
-            row = min(cold, key=lambda row: (int(arrays.last[row]), row))
+            row = min(cold, key=lambda row: (used[row], row))
         else:
             scores = dict(zip(cold, score(arrays, rules, torch.tensor(cold, dtype=torch.int64), step).tolist(), strict=True))
-            row = min(cold, key=lambda row: (scores[row], int(arrays.last[row]), row))
+            row = min(cold, key=lambda row: (scores[row], used[row], row))
             if scores[row] > int(heat_C[at]):
                 continue
-        rows_C[at], before_C[at], left_C[at] = row, arrays.keys[row], not free
-        arrays.keys[row], arrays.last[row] = ids_C[at], step
-        tags[row], heat[row] = tag_of(int(hashes_C[at])), int(heat_C[at])
+        here = row - rules.first
+        rows_C[at], before_C[at], left_C[at] = row, arrays.keys[here], not free
+        arrays.keys[here], arrays.last[here] = ids_C[at], step
+        tags[here], heat[here] = tag_of(int(hashes_C[at])), int(heat_C[at])
     return rows_C, before_C, left_C
 
 

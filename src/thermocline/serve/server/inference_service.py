@@ -103,7 +103,9 @@ class InferenceService:
         else:
             outputs = await batcher.enqueue(queued)
         version = getattr(outputs, "version", None) or served.version
-        if request.outputs:
+        if request.outputs and hasattr(outputs, "only"):
+            outputs = outputs.only(request.outputs)
+        elif request.outputs:
             if missing := [name for name in request.outputs if name not in outputs]:
                 raise BadInput(f"output {missing[0]!r} is requested, but its input is not there", parameter=missing[0])
             outputs = {name: outputs[name] for name in request.outputs}

@@ -6,7 +6,7 @@ row exactly. Rows that were cached when the checkpoint was written are rounded t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,8 @@ from thermocline import formats as F
 from thermocline.checkpoint.format.manifest import Section
 from thermocline.checkpoint.format.tensor_files import damaged, sha256_of
 from thermocline.checkpoint.reader import Checkpoint, Delta
+from thermocline.checkpoint.saved_ids import read_id_maps
 from thermocline.heat.profile import HeatProfile, add_up
-from thermocline.ids.elastic import refuse_elastic
-from thermocline.ids.idmap import IdMap
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.plan.model import Plan
 from thermocline.rows.precision import format_of
@@ -40,7 +39,7 @@ class CheckpointSource:
         self.checkpoint = Checkpoint.open(folder)
         self.checkpoint.check_rows()
         manifest = self.checkpoint.manifest
-        check_servable(self.checkpoint.id_maps)
+        self.id_maps = read_id_maps(self.checkpoint)
         formats = [format_of(t.precisions[0]) if len(t.precisions) == 1 else F.FP32 for t in manifest.tables]
         served = zip(manifest.tables, formats, strict=True)
         self.tables = [ServedTable(t.name, t.rows, t.dim, format, t.features) for t, format in served]
@@ -66,8 +65,7 @@ class CheckpointSource:
         """Heat of a table's rows, from the ids of all its features."""
         none = np.zeros(0, np.int64)
         seen = [(name, heat.tables[name]) for name in table.features if name in heat.tables]
-        maps = self.checkpoint.id_maps
-        rows = [maps[name](torch.from_numpy(np.ascontiguousarray(each.ids_H))).numpy() for name, each in seen]
+        rows = [self.id_maps[name](torch.from_numpy(np.ascontiguousarray(each.ids_H))).numpy() for name, each in seen]
         return RowHeat(*add_up(np.concatenate([none, *rows]), np.concatenate([none, *(each.counts_H for _, each in seen)])))
 
     def load_job(self, layout: ShardLayout) -> LoadJob:
@@ -130,10 +128,3 @@ def _row_deltas(deltas: Sequence[Delta], table: str) -> Iterator[RowDelta]:
 def _put_values(put: Put, layout: ShardedTableLayout, rows_K: torch.Tensor, values_KD: torch.Tensor) -> None:
     codes_KB, meta_KW = quantize_rows(values_KD, layout.table.format, None, None)
     put(layout, rows_K.numpy(), codes_KB.numpy(), meta_KW.numpy())
-
-
-def check_servable(id_maps: Mapping[str, IdMap]) -> None:
-    """Raise for elastic ids: without their keys every id would read a shared row."""
-    for feature, map in id_maps.items():
-        if map.is_elastic:
-            refuse_elastic(f"in serving (feature {feature!r})", "look rows up in a loaded module", feature=feature)

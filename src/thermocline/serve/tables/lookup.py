@@ -6,9 +6,10 @@ Requests that are pooled by different modes need a launch for each. Maxima are t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.kernels.serve.fields import ServedBags
 
-from .requests import FeatureRequest, ParsedRequest
+from .requests import KNOWN, FeatureRequest, ParsedRequest
 from .version import TableVersion
 
 Array = NDArray[Any]
@@ -28,11 +29,19 @@ Floats = NDArray[np.float32]
 
 
 class LookupResult(dict[str, Array]):
-    """Outputs by name, and the version that all of them come from."""
+    """Outputs by name, the version that all of them come from, and outputs that are computed if they are requested."""
 
-    def __init__(self, outputs: Mapping[str, Array], version: str) -> None:
+    def __init__(
+        self, outputs: Mapping[str, Array], version: str, on_request: Mapping[str, Callable[[], Array]] | None = None
+    ) -> None:
         super().__init__(outputs)
-        self.version = version
+        self.version, self.on_request = version, on_request or {}
+
+    def only(self, names: Sequence[str]) -> dict[str, Array]:
+        """The requested outputs. Raises `BadInput` for an output whose input is not there."""
+        if missing := [name for name in names if name not in self and name not in self.on_request]:
+            raise BadInput(f"output {missing[0]!r} is requested, but its input is not there", parameter=missing[0])
+        return {name: self[name] if name in self else self.on_request[name]() for name in names}
 
 
 class LookupBatch(NamedTuple):
@@ -50,7 +59,7 @@ def look_up_batch(version: TableVersion, requests: Sequence[ParsedRequest]) -> l
         BadInput: an id of one of the requests has no row
         ShardDown: a shard is down
     """
-    results = [LookupResult({}, version.name) for _ in requests]
+    results = [LookupResult({}, version.name, _known(version, request)) for request in requests]
     modes = {_mode(version, n, each) for request in requests for n, each in request.items()}
     for mode in sorted(modes):
         own = requests
@@ -69,6 +78,12 @@ def look_up_batch(version: TableVersion, requests: Sequence[ParsedRequest]) -> l
         for result, outputs in zip(results, found, strict=True):
             result.update(outputs)
     return results
+
+
+def _known(version: TableVersion, request: ParsedRequest) -> dict[str, Callable[[], Array]]:
+    """Outputs that say which ids have rows of their own, of features with elastic ids."""
+    asked = version.elastic & request.keys() if version.elastic else ()
+    return {version.features[n] + KNOWN: partial(version.known, n, request[n].ids_N) for n in asked}
 
 
 def _mode(version: TableVersion, number: int, request: FeatureRequest) -> int:

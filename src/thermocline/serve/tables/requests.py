@@ -4,7 +4,9 @@
     <feature>.offsets    int64 [bags]   first id of each bag, as `nn.EmbeddingBag` takes them; the result is [bags, dim]
     <feature>.weights    fp32 [n]       of the ids of summed bags
 
-A request may have any of the features.
+A request may have any of the features. A feature with elastic ids has one more output, which must be requested by name:
+
+    <feature>.known      bool [n]       whether the id has a row of its own; other ids read a shared row
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from .version import TableVersion
 
 Array = NDArray[Any]
 OFFSETS, WEIGHTS = ".offsets", ".weights"
+KNOWN = ".known"  # an output
 
 
 class FeatureRequest(NamedTuple):

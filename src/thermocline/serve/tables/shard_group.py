@@ -25,6 +25,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
+from thermocline.ids.idmap import IdMap
 from thermocline.plan.model import Plan
 from thermocline.serve.errors import NotReady, ShardDown
 from thermocline.serve.frozen_tables import FrozenTables
@@ -37,7 +38,7 @@ from .checkpoint_source import CheckpointSource
 from .huge_pages import HugePageThread
 from .lookup import LookupResult, look_up_batch, warm_up
 from .memory_limits import check_fits, reserve
-from .requests import OFFSETS, WEIGHTS, ParsedRequest, as_array, parse_request
+from .requests import KNOWN, OFFSETS, WEIGHTS, ParsedRequest, as_array, parse_request
 from .segments import Bytes, ShardedTableLayout, ShardLayout, SharedSegment, make_layout, put_rows
 from .supervisor import Supervisor
 from .version import RowDelta, TableVersion
@@ -162,7 +163,7 @@ class ShardGroup:
                 with reserve(needed, f"'{source.checkpoint.folder}' on {len(self._local)} shards"):
                     segments, memory = self._load_processes(source, layout, number, self._supervisor)
             fetch = None if self._hosts is None else RemoteFetch(self._hosts, layout, number)
-            about = (source.checkpoint.id_maps, source.modes, source.checkpoint.dense(), self._tally_S, fetch)
+            about = (source.id_maps, source.modes, source.checkpoint.dense(), self._tally_S, fetch)
             version = TableVersion.of(source.name, layout, segments, *about)
             warm_up(version)
             try:
@@ -245,16 +246,19 @@ class ShardGroup:
         if deltas is None:
             self._load(source)
         else:
-            self.apply_deltas(source.name, deltas, source.checkpoint.dense())
+            self.apply_deltas(source.name, deltas, source.checkpoint.dense(), source.id_maps)
             self._source = source
         return True
 
-    def apply_deltas(self, name: str, deltas: Mapping[str, RowDelta], dense: Mapping[str, Tensor] | None = None) -> None:
-        """Serve changed rows from now on, as version `name`. Lookups in progress keep the old rows."""
+    def apply_deltas(
+        self, name: str, deltas: Mapping[str, RowDelta], dense: Mapping[str, Tensor] | None = None,
+        id_maps: Mapping[str, IdMap] | None = None,
+    ) -> None:  # fmt: skip
+        """Serve changed rows, and other ids if given, from now on as version `name`. Lookups in progress keep the old ones."""
         with self._load_lock:
             version = self.current
             self._check_deltas(version, deltas)
-            newer = version.with_deltas(name, deltas, dense)
+            newer = version.with_deltas(name, deltas, dense, id_maps)
             with self._publish_lock:
                 self._check_open()
                 self._current = newer
@@ -286,9 +290,10 @@ class ShardGroup:
 
     @property
     def outputs(self) -> list[TensorMetadata]:
-        """Outputs of the served model."""
+        """Outputs of the served model. Those of type BOOL are sent only if they are requested by name."""
         version = self.current
-        return [TensorMetadata(name, "FP32", (-1, dim)) for name, dim in zip(version.features, version.dims, strict=True)]
+        rows = [TensorMetadata(name, "FP32", (-1, dim)) for name, dim in zip(version.features, version.dims, strict=True)]
+        return rows + [TensorMetadata(version.features[n] + KNOWN, "BOOL", (-1,)) for n in sorted(version.elastic)]
 
     def infer(
         self, requests: Sequence[Mapping[str, Array]], version: TableVersion | None = None
@@ -313,14 +318,18 @@ class ShardGroup:
         version = self.current
         return version.name, version.unpooled.get(feature)
 
-    def lookup(self, inputs: Mapping[str, Array | Tensor | Sequence[int]]) -> dict[str, Tensor]:
+    def lookup(
+        self, inputs: Mapping[str, Array | Tensor | Sequence[int]], outputs: Sequence[str] = ()
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Look up rows of features, or bags of rows.
 
         Args:
             inputs: ids by feature; with `"<feature>.offsets"` bags, and with `"<feature>.weights"` weighted sums
+            outputs: names of the outputs, by default those of all features; `"<feature>.known"` says which ids of an elastic
+                feature have rows of their own
 
         Returns:
-            fp32 by feature: [ids, dim], or [bags, dim]
+            fp32 by feature: [ids, dim], or [bags, dim]; bool [ids] for `"<feature>.known"`
 
         Raises:
             BadInput: an input is unknown or invalid, or an id has no row
@@ -333,7 +342,8 @@ class ShardGroup:
         request = {name: as_array(name, value) for name, value in inputs.items()}
         if isinstance(result := self.infer([request])[0], Exception):
             raise result
-        return {name: torch.from_numpy(output) for name, output in result.items()}
+        found = result.only(outputs) if outputs else result
+        return {name: torch.from_numpy(output) for name, output in found.items()}
 
     def module(self) -> FrozenTables:
         """The tables as a module, for a PyTorch model in this process."""

@@ -92,8 +92,7 @@ class TableVersion:
     ) -> TableVersion:
         """The version of tables whose rows are loaded."""
         pairs = [(feature, n) for n, each in enumerate(layout.tables) for feature in each.table.features]
-        needed = [_needed_map(id_maps.get(feature), layout.tables[n].table, feature) for feature, n in pairs]
-        maps = IdMaps(needed, _device_of(segments)) if any(each is not None for each in needed) else None
+        maps = _make_maps(layout, id_maps, _device_of(segments))
         features, tables = tuple(feature for feature, _ in pairs), tuple(n for _, n in pairs)
         tally_S = np.zeros(layout.shards + 1, np.int64) if tally_S is None else tally_S
         return cls(name, layout, tuple(segments), modes, features, tables, maps, dense or {}, tally_S, fetch)
@@ -120,6 +119,17 @@ class TableVersion:
         from thermocline.kernels.serve.cpu import UnpooledLookup  # deferred: imports numba, which a GPU server does not need
 
         return {feature: UnpooledLookup(self.placed, n, self.tally_S) for n, feature in enumerate(self.features)}
+
+    def known(self, feature: int, ids_N: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which ids of an elastic feature have rows of their own."""
+        assert self.maps is not None
+        found: NDArray[np.bool_] = self.maps.keyed[feature].find(torch.from_numpy(ids_N.astype(np.int64)))[1].numpy()
+        return found
+
+    @cached_property
+    def elastic(self) -> frozenset[int]:
+        """Numbers of the features with elastic ids."""
+        return frozenset(() if self.maps is None else self.maps.keyed)
 
     def look_up(self, bags: ServedBags, out: Tensor) -> None:
         """Pool the bags of all features into `out`, and count their lookups. Ids are raw.
@@ -154,14 +164,16 @@ class TableVersion:
             error_buffer(out).raise_pending()
 
     def with_deltas(
-        self, name: str, deltas: Mapping[str, RowDelta], dense: Mapping[str, Tensor] | None = None
+        self, name: str, deltas: Mapping[str, RowDelta], dense: Mapping[str, Tensor] | None = None,
+        id_maps: Mapping[str, IdMap] | None = None,
     ) -> TableVersion:  # fmt: skip
-        """A version with changed rows, and other dense parameters if given. This version stays as it is."""
+        """A version with changed rows, and other dense parameters and ids if given. This version stays as it is."""
         changed = dict(self.overlay.changed) if self.overlay is not None else {}
         for table, delta in deltas.items():
             changed[table] = merge_deltas([changed[table], delta]) if table in changed else delta
         overlay = _make_overlay(self.layout, changed, self.device) if changed else None
-        return replace(self, name=name, overlay=overlay, dense=self.dense if dense is None else dense)
+        maps = self.maps if id_maps is None else _make_maps(self.layout, id_maps, self.device)
+        return replace(self, name=name, overlay=overlay, dense=self.dense if dense is None else dense, maps=maps)
 
 
 def _device_of(segments: Sequence[Tensor | RemoteSegment | None]) -> torch.device:
@@ -171,6 +183,13 @@ def _device_of(segments: Sequence[Tensor | RemoteSegment | None]) -> torch.devic
 def _starts(bags: ServedBags) -> Tensor:
     """The first id of each feature."""
     return bags.ends_F1 if bags.offsets_B1 is None else bags.offsets_B1[bags.ends_F1]
+
+
+def _make_maps(layout: ShardLayout, id_maps: Mapping[str, IdMap], device: torch.device) -> IdMaps | None:
+    """The id maps of all features, or None if ids are row numbers."""
+    tables = [each.table for each in layout.tables]
+    needed = [_needed_map(id_maps.get(feature), table, feature) for table in tables for feature in table.features]
+    return IdMaps(needed, device) if any(each is not None for each in needed) else None
 
 
 def _needed_map(map: IdMap | None, table: ServedTable, feature: str) -> IdMap | None:

@@ -1,0 +1,49 @@
+"""The ids of elastic tables in a checkpoint: where they are, and id maps that have them for reading."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from thermocline.ids.elastic import ElasticRows, KeyTable
+from thermocline.ids.idmap import IdMap
+from thermocline.ids.keyed_map import KeyedMap, new_keys, without_counts
+
+from .reader import Checkpoint
+
+
+class SavedPlace(NamedTuple):
+    """The elastic part of a table: its number among those of its module, and its rule."""
+
+    number: int
+    policy: ElasticRows
+
+
+def saved_places(checkpoint: Checkpoint, module: str) -> dict[tuple[str, int], SavedPlace]:
+    """The elastic parts of a module's tables, by table and first row."""
+    tables = [table for table in checkpoint.manifest.tables if table.module == module]
+    maps = [(t, table.name, checkpoint.id_maps[feature]) for t, table in enumerate(tables) for feature in table.features]
+    known = {(t, map.first): (name, map.start) for t, name, map in maps if isinstance(map.start, ElasticRows)}
+    return {(known[at][0], at[1]): SavedPlace(n, known[at][1]) for n, at in enumerate(sorted(known))}
+
+
+def read_keys(checkpoint: Checkpoint, module: str, place: SavedPlace, keys: KeyTable) -> None:
+    """Fill a key table of the saved size."""
+    for name, tensor in keys.tensors().items():
+        tensor.copy_(checkpoint.state.read(f"module/{module}/elastic{place.number}_{name}"))
+
+
+def read_id_maps(checkpoint: Checkpoint) -> dict[str, IdMap]:
+    """The id map of each feature; elastic ones with the ids that have rows, for reading only."""
+    maps = dict(checkpoint.id_maps)
+    for module in checkpoint.manifest.modules:
+        places = saved_places(checkpoint, module.name)
+        found: dict[tuple[str, int], KeyTable] = {}
+        for at, place in places.items():
+            found[at] = new_keys(place.policy)
+            read_keys(checkpoint, module.name, place, found[at])
+            without_counts(found[at])
+        for table in checkpoint.manifest.tables:
+            for feature in table.features if table.module == module.name else ():
+                if (table.name, maps[feature].first) in found and maps[feature].is_elastic:
+                    maps[feature] = KeyedMap.of(maps[feature], found[table.name, maps[feature].first])
+    return maps
