@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import thermocline as tc
 from support import has
 from thermocline.checkpoint import Checkpoint, compact
 from thermocline.checkpoint.format import sections
+from thermocline.checkpoint.format.state_files import AT, TO, StateFiles
+from thermocline.errors import FormatError
 from thermocline.kernels import quantize_rows
 from thermocline.rows.change_bitmap import Changes, marked
 from thermocline.rows.precision import format_of
@@ -220,3 +223,11 @@ def test_marks_are_set_whatever_is_repeated_and_taken_once(way, monkeypatch):
     changes.mark(torch.tensor([7]))
     changes.give_back(taken)
     assert marked(changes.bits, 0, 1000).tolist() == [0, 7, 31, 32, 63, 64, 500, 501, 999]
+
+
+@pytest.mark.parametrize("left", [AT, TO])
+def test_half_of_the_changes_of_an_array_is_damage(left, tmp_path):
+    names = ["a", "b"], ["a" + left, "b@at", "b@to"]
+    first, second = (SimpleNamespace(names=lambda own=each: own, path=tmp_path) for each in names)
+    with pytest.raises(FormatError):
+        StateFiles([[first], [second]])

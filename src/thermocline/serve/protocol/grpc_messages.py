@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from thermocline.errors import BadInput
 
 from . import schema
+from .new_bytes import join
 from .tensors import (
     DATATYPES,
     DEFAULT_LIMITS,
@@ -30,7 +31,6 @@ from .tensors import (
     refuse_count,
     refuse_unsupported,
 )
-from .wire import check_counts
 
 _RAW_OUTPUT = b"\x32"  # field 6, length-delimited
 _ID = b"\x1a"  # field 3, length-delimited
@@ -53,8 +53,7 @@ def parse(name: str, data: bytes, message: Callable[[str], Any] = schema.message
 
 
 def read_request(data: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> InferRequest:
-    """Read a ModelInferRequest. Either all inputs have raw bytes, or all have typed contents."""
-    check_counts(data, limits)
+    """Read a ModelInferRequest whose counts are checked. Either all inputs have raw bytes, or all have typed contents."""
     message = parse("ModelInferRequest", data)
     raw, tensors = message.raw_input_contents, message.inputs
     if len(tensors) > limits.tensors or len(message.outputs) > limits.tensors:
@@ -98,7 +97,7 @@ def _from_contents(tensor: Any) -> Array:
             words = f"input {tensor.name!r} is {tensor.datatype}, but {len(values)} values are in {other.name}"
             raise BadInput(words, parameter=tensor.name)
     values = getattr(tensor.contents, field)
-    return from_values(tensor.name, tensor.datatype, tensor.shape, list(values))
+    return from_values(tensor.name, tensor.datatype, tensor.shape, values)
 
 
 @lru_cache(maxsize=4096)
@@ -125,12 +124,12 @@ def write_response(model: str, version: str, id: str, outputs: Mapping[str, Arra
         pieces.append(_RAW_OUTPUT + varint(array.nbytes))
         pieces.append(np.ascontiguousarray(array).data if array.nbytes else b"")
     pieces[0] = message.SerializeToString()
-    return b"".join(pieces)
+    return join(pieces)
 
 
 def write_streamed(response: bytes) -> bytes:
     """A ModelStreamInferResponse that holds the bytes of a response."""
-    return b"".join((_STREAMED, varint(len(response)), response))
+    return join((_STREAMED, varint(len(response)), response))
 
 
 def varint(value: int) -> bytes:

@@ -15,17 +15,13 @@ from time import perf_counter
 import numpy as np
 
 from thermocline.serve.protocol.grpc_messages import response_header, response_id
+from thermocline.serve.protocol.new_bytes import address_of, allocate
 from thermocline.serve.protocol.tensors import InferRequest
 
 from .model_repository import ServedVersion, is_version
 
 MAX_IDS = 1 << 12  # the limit of `kernels.serve.cpu.UnpooledLookup`
 _INT64 = np.dtype(np.int64)
-# CPython's functions to allocate uninitialised bytes, and for the address of bytes.
-_allocate = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
-    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
-)
-_address = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
 
 
 def look_up_rows(served: ServedVersion, request: InferRequest, received: float) -> bytes | None:
@@ -45,8 +41,8 @@ def look_up_rows(served: ServedVersion, request: InferRequest, received: float) 
     header = response_header(request.model, version, feature, (count, kernel.dim))
     if request.id:
         header = response_id(request.id) + header
-    response: bytes = _allocate(None, len(header) + 4 * count * kernel.dim)
-    out = _address(response)
+    response: bytes = allocate(None, len(header) + 4 * count * kernel.dim)
+    out = address_of(response)
     ctypes.memmove(out, header, len(header))
     started = perf_counter()
     if not kernel(ids_N.__array_interface__["data"][0], count, out + len(header)):

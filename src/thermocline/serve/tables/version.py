@@ -137,10 +137,7 @@ class TableVersion:
                 self._look_up_on_gpu(bags, out)
         except IdOutOfRange as error:
             position, feature = error.position - int(_starts(bags)[error.feature]), self.features[error.feature]
-            raise BadInput(
-                f"feature {feature!r} has ids 0 to {error.rows - 1}, but the id at position {position} is {error.id}",
-                feature=feature, rows=error.rows, position=position, id=error.id,
-            ) from None  # fmt: skip
+            raise id_without_row(feature, error.rows, position, error.id) from None
         except ShardMissing as error:
             raise ShardDown(error.shard) from None
 
@@ -162,6 +159,12 @@ class TableVersion:
             changed[table] = merge_deltas([changed[table], delta]) if table in changed else delta
         overlay = _make_overlay(self.layout, changed, self.device) if changed else None
         return replace(self, name=name, overlay=overlay, dense=self.dense if dense is None else dense)
+
+
+def id_without_row(feature: str, rows: int, position: int, id: int) -> BadInput:
+    """The error of an id, given its position among the ids of its feature in a request."""
+    words = f"feature {feature!r} has ids 0 to {rows - 1}, but the id at position {position} is {id}"
+    return BadInput(words, feature=feature, rows=rows, position=position, id=id)
 
 
 def _device_of(segments: Sequence[Tensor | RemoteSegment | None]) -> torch.device:
