@@ -95,7 +95,7 @@ async def both(one, data):
         found = str(error)
     try:
         request = read_request(data)
-        result = await one.service.infer(request, one.service.find(request), 0.0)
+        result = await one.service.infer(request, one.service.find(request), 0.0, lambda size: None)
         expected = write_response(request.model, result.version, request.id, result.outputs)
     except Exception as error:
         status = one.service.fail("", error)
