@@ -42,7 +42,7 @@ class ServableModel(Protocol):
     batch succeed. Input arrays are read-only. One thread at a time calls `infer`, not always the same thread.
 
     Optional members: `load(folder)` and `follow()` change the version in place (`server/model_repository.py`); `waits` is true
-    if `infer` waits for other hosts (`server/dynamic_batcher.py`); `unpooled(feature)` returns the kernel of the fast path
+    if `infer` waits for other hosts (`server/dynamic_batcher.py`); `wire_lookup()` returns the kernels of the fast path
     (`server/fast_path.py`).
     """
 

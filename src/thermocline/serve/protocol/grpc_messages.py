@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ from .tensors import (
 )
 
 _RAW_OUTPUT = b"\x32"  # field 6, length-delimited
-_ID = b"\x1a"  # field 3, length-delimited
 _STREAMED = b"\x12"  # field 2 of ModelStreamInferResponse, length-delimited
 
 # Datatype -> field of InferTensorContents. FP16 has none.
@@ -100,19 +98,10 @@ def _from_contents(tensor: Any) -> Array:
     return from_values(tensor.name, tensor.datatype, tensor.shape, values)
 
 
-@lru_cache(maxsize=4096)
-def response_header(model: str, version: str, output: str, shape: tuple[int, ...]) -> bytes:
-    """All bytes of a ModelInferResponse with one FP32 output that come before its values."""
-    message = schema.ModelInferResponse(model_name=model, model_version=version)
-    message.outputs.add(name=output, datatype="FP32", shape=shape)
-    header: bytes = message.SerializeToString() + _RAW_OUTPUT + varint(math.prod(shape) * 4)
-    return header
-
-
-def response_id(id: str) -> bytes:
-    """The field `id` of a ModelInferResponse."""
-    data = id.encode()
-    return _ID + varint(len(data)) + data
+def response_head(model: str, version: str, id: str) -> bytes:
+    """The fields of a ModelInferResponse that come before its outputs."""
+    head: bytes = schema.ModelInferResponse(model_name=model, model_version=version, id=id).SerializeToString()
+    return head
 
 
 def write_response(model: str, version: str, id: str, outputs: Mapping[str, Array]) -> bytes:

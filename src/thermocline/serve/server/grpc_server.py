@@ -27,7 +27,7 @@ from thermocline.serve.protocol.tensors import InferRequest, refuse_count
 from thermocline.serve.protocol.wire import check_counts
 
 from .config import Credentials, ServerLimits
-from .fast_path import look_up_rows
+from .fast_path import answer
 from .grpc_standard import CHECK, HealthService, ReflectionService
 from .inference_service import NO_DEADLINE, InferenceService, InferResult, is_token
 
@@ -54,13 +54,13 @@ class GrpcService:
             data = await _message(context)
             received = perf_counter()
             call.execute(len(data))
-            request = await self._read(data)
-            model = request.model
-            served = service.find(request)
-            if (response := look_up_rows(served, request, received)) is not None:
+            if (response := answer(service, data, received)) is not None:
                 call.take(len(response))
                 call.respond(len(response))
                 return response
+            request = await self._read(data)
+            model = request.model
+            served = service.find(request)
             remaining = context.time_remaining()
             remaining = NO_DEADLINE if remaining is None else remaining
             result = await service.infer(request, served, received, call.take, remaining)

@@ -86,6 +86,10 @@ class InferenceService:
         self._check_not_draining()
         return self.repository.served(request.model, request.version)
 
+    def in_use(self, model: str) -> ServedVersion | None:
+        """The version in use of a model, if it may be asked."""
+        return None if self.repository.draining else self.repository.in_use(model)
+
     async def infer(
         self,
         request: InferRequest,

@@ -67,6 +67,10 @@ def look_up_batch(version: TableVersion, requests: Sequence[ParsedRequest]) -> l
             found = split_output(version, batch, own, out.cpu().numpy())
         for result, outputs in zip(results, found, strict=True):
             result.update(outputs)
+    if len(modes) > 1:  # in the order of the requests
+        names = version.features
+        pairs = zip(results, requests, strict=True)
+        results = [LookupResult({names[n]: result[names[n]] for n in request}, version.name) for result, request in pairs]
     return results
 
 

@@ -34,7 +34,7 @@ from .row_split import Rows, TableSplit
 from .segments import Bytes, ServedTable, ShardedTableLayout, ShardLayout, SharedSegment, Words, make_layout
 
 if TYPE_CHECKING:
-    from thermocline.kernels.serve.cpu import UnpooledLookup
+    from thermocline.kernels.serve.wire_cpu import WireLookup
     from thermocline.serve.remote.remote_hosts import RemoteFetch, RemoteSegment
 
 Tally = NDArray[np.int64]
@@ -113,13 +113,14 @@ class TableVersion:
         return [self.layout.tables[n].table.dim for n in self.tables]
 
     @cached_property
-    def unpooled(self) -> dict[str, UnpooledLookup]:
-        """Kernels of the server's fast path, for features on a CPU whose ids are row numbers."""
-        if self.device.type != "cpu" or self.maps is not None or self.fetch is not None:
-            return {}
-        from thermocline.kernels.serve.cpu import UnpooledLookup  # deferred: imports numba, which a GPU server does not need
+    def wire_lookup(self) -> WireLookup | None:
+        """The kernels of the server's fast path, for tables on this machine's CPU."""
+        if self.device.type != "cpu" or self.fetch is not None or not (self.maps is None or type(self.maps) is IdMaps):
+            return None
+        from thermocline.kernels.serve.wire_cpu import WireLookup  # deferred: imports numba, which a GPU server does not need
 
-        return {feature: UnpooledLookup(self.placed, n, self.tally_S) for n, feature in enumerate(self.features)}
+        maps = None if self.maps is None else (self.maps.fields_FM, self.maps.words, self.maps.counts)
+        return WireLookup(self.placed, self.features, [self.modes[each] for each in self.features], maps, self.tally_S)
 
     def look_up(self, bags: ServedBags, out: Tensor) -> None:
         """Pool the bags of all features into `out`, and count their lookups. Ids are raw.
