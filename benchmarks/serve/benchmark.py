@@ -7,6 +7,7 @@
     balance/...   balance of shards on real logs (`balance.py`)
     hosts/...     shards on two hosts, against one host (`hosts.py`)
     levers/...    a trained model served in fewer bytes: size, speed and quality (`levers.py`)
+    lean/...      processor time of a request, against an echo server's (`lean.py`)
     network/...   the server against other servers of the protocol, by processor time (`network.py`)
 
 On a GPU only `parity` is measured: the others measure processes on a CPU.
@@ -22,6 +23,7 @@ from benchmarks.runner.record import Recorder
 from benchmarks.serve import balance as serve_balance
 from benchmarks.serve import group as serve_group
 from benchmarks.serve import hosts as serve_hosts
+from benchmarks.serve import lean as serve_lean
 from benchmarks.serve import levers as serve_levers
 from benchmarks.serve import network as serve_network
 from benchmarks.serve import parity as serve_parity
@@ -53,6 +55,7 @@ def run(
         serve_rank.run(recorder, wanted, quick, progress)
         serve_hosts.run(recorder, wanted, quick, progress)
         serve_levers.run(recorder, wanted, quick, progress)
+        serve_lean.run(recorder, wanted, quick, progress)
         if data is None or not data.is_dir():
             recorder.note(f"no logs: {data} is not a folder; balance was not measured")
         else:

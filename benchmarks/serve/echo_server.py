@@ -1,6 +1,6 @@
 """An echo server on the same gRPC library: an upper bound for a Python server. Every response has the size of a lookup's.
 
-python echo_server.py PORT IDS DIM
+python echo_server.py PORT IDS DIM FEATURES
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from thermocline.serve.protocol import schema
 from thermocline.serve.protocol.grpc_messages import write_response
 
 
-async def main(port: int, ids: int, dim: int) -> None:
-    answer = write_response("tables", "1", "", {"t": np.zeros((ids, dim), np.float32)})
+async def main(port: int, ids: int, dim: int, features: int) -> None:
+    answer = write_response("tables", "1", "", {f"C{n}": np.zeros((ids, dim), np.float32) for n in range(features)})
 
     async def echo(data: bytes, context: Any) -> bytes:
         return answer

@@ -1,6 +1,6 @@
 """Clients over the network, in their own process. Each sends its next request when a response arrives.
 
-    {"address": ..., "pid": of the server, "clients": 8, "seconds": 3, "ids": 64, "rows": 1000000, "feature": "t"}
+    {"address": ..., "pid": of the server, "clients": 8, "seconds": 3, "ids": 64, "rows": 1000000, "features": ["t"]}
 
 is the input as JSON; the output is the measurement. Requests are serialized beforehand and responses are not parsed, so that
 clients take little of the processor that they share with the server. The benchmark measures the processor time of the server
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ DIFFERENT = 256  # requests that are asked in turn
 WARM_S = 0.5
 
 
-def requests(ids: int, rows: int, feature: str) -> tuple[list[bytes], np.ndarray[Any, np.dtype[np.int64]]]:
-    """Serialized requests, and the ids of each."""
+def requests(ids: int, rows: int, features: Sequence[str]) -> tuple[list[bytes], np.ndarray[Any, np.dtype[np.int64]]]:
+    """Serialized requests, and the ids of each, the same for all features."""
     ids_RN = np.random.default_rng(11).integers(0, rows, (DIFFERENT, ids))
     made = []
     for ids_N in ids_RN:
-        message = schema.ModelInferRequest(model_name="tables", raw_input_contents=[ids_N.tobytes()])
-        message.inputs.add(name=feature, datatype="INT64", shape=[ids])
+        message = schema.ModelInferRequest(model_name="tables", raw_input_contents=[ids_N.tobytes()] * len(features))
+        for feature in features:
+            message.inputs.add(name=feature, datatype="INT64", shape=[ids])
         made.append(message.SerializeToString())
     return made, ids_RN
 
@@ -61,7 +63,7 @@ def cpu_seconds(pid: int) -> float:
 
 async def measure(job: dict[str, Any]) -> dict[str, float]:
     """Requests per second of the server's processor time, and latencies of the clients."""
-    asked, _ = requests(job["ids"], job["rows"], job["feature"])
+    asked, _ = requests(job["ids"], job["rows"], job["features"])
     waits: list[float] = []
     stop = False
 

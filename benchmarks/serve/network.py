@@ -85,11 +85,11 @@ class RunningServer:
         lines = [line for line in self._log.read().splitlines() if line.strip()]
         raise BadInput(brief(f"{self.name} did not come up: {lines[-1] if lines else last}"))
 
-    def measure(self, clients: int, ids: int, effort: LoadBudget) -> Result:
-        job = {"address": f"127.0.0.1:{self.port}", "pid": self.process.pid, "clients": clients, "seconds": effort.seconds}
-        job |= {"ids": ids, "rows": effort.rows, "feature": FEATURE}
+    def measure(self, clients: int, ids: int, rows: int, seconds: float, features: Sequence[str] = (FEATURE,)) -> Result:
+        job = {"address": f"127.0.0.1:{self.port}", "pid": self.process.pid, "clients": clients, "seconds": seconds}
+        job |= {"ids": ids, "rows": rows, "features": list(features)}
         command = [sys.executable, "-m", "benchmarks.serve.load_client"]
-        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=60 + 3 * effort.seconds)
+        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=60 + 3 * seconds)
         if done.returncode:
             raise BadInput(brief(f"clients of {self.name}: {done.stderr.strip().splitlines()[-1]}"))
         measured: Result = json.loads(done.stdout)
@@ -162,8 +162,10 @@ def ours(checkpoint: Path, cards: int) -> ServerContender:
     return ServerContender(f"ours-{cards}", [sys.executable, "-c", start, "serve", "run", str(checkpoint), *options])
 
 
-def echo(ids: int) -> ServerContender:
-    return ServerContender("echo", [sys.executable, "-m", "benchmarks.serve.echo_server", "PORT", str(ids), str(DIM)])
+def echo(ids: int, features: int = 1) -> ServerContender:
+    """A server that answers any request with the bytes of this many rows."""
+    sizes = map(str, (ids, DIM, features))
+    return ServerContender("echo", [sys.executable, "-m", "benchmarks.serve.echo_server", "PORT", *sizes])
 
 
 def _peer(name: str, python: Path, folder: Path) -> ServerContender:
@@ -182,7 +184,7 @@ def race(
 ) -> dict[str, list[Result]]:
     """Measurements of every contender by round; empty for a contender that cannot run."""
     found: dict[str, list[Result]] = {contender.name: [] for contender in contenders}
-    with tempfile.TemporaryDirectory() as folder, _started(contenders, Path(folder)) as running:
+    with tempfile.TemporaryDirectory() as folder, started(contenders, Path(folder)) as running:
         for one in list(running):
             try:
                 one.wait(lambda address, one=one: _check(address, table, ids, exact=one.name != "echo"))  # type: ignore[misc]
@@ -192,18 +194,31 @@ def race(
         time.sleep(effort.settle)
         for number in range(effort.rounds):
             for one in running[:: -1 if number % 2 else 1]:  # there and back: no server always follows the same one
-                found[one.name].append(one.measure(clients, ids, effort))
+                found[one.name].append(one.measure(clients, ids, effort.rows, effort.seconds))
     return found
 
 
 @contextmanager
-def _started(contenders: Sequence[ServerContender], folder: Path) -> Iterator[list[RunningServer]]:
+def started(contenders: Sequence[ServerContender], folder: Path) -> Iterator[list[RunningServer]]:
     running = [RunningServer(contender, folder / contender.name) for contender in contenders]
     try:
         yield list(running)
     finally:
         for one in running:
             one.end()
+
+
+def check_ready(address: str) -> None:
+    """OSError while the server does not respond with rows."""
+    import grpc
+
+    from benchmarks.serve.load_client import METHOD, OPTIONS, requests
+
+    with grpc.insecure_channel(address, options=OPTIONS) as channel:
+        try:
+            channel.unary_unary(METHOD)(requests(1, 1, ["C1"])[0][0], timeout=10)
+        except grpc.RpcError as error:
+            raise OSError(str(error)) from None
 
 
 def _check(address: str, table: np.ndarray[Any, np.dtype[np.float32]], ids: int, exact: bool) -> None:
@@ -213,7 +228,7 @@ def _check(address: str, table: np.ndarray[Any, np.dtype[np.float32]], ids: int,
     from benchmarks.serve.load_client import METHOD, OPTIONS, requests
     from thermocline.serve.protocol import schema
 
-    asked, ids_RN = requests(ids, len(table), FEATURE)
+    asked, ids_RN = requests(ids, len(table), [FEATURE])
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
         for request, ids_N in list(zip(asked, ids_RN, strict=True))[:8]:
             try:

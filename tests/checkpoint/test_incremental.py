@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ import thermocline as tc
 from support import has
 from thermocline.checkpoint import Checkpoint, compact
 from thermocline.checkpoint.format import sections
+from thermocline.checkpoint.format.state_files import AT, TO, StateFiles
+from thermocline.checkpoint.format.tensor_files import TensorFile, TensorGroup, TensorInfo, write_file
+from thermocline.errors import FormatError
 from thermocline.kernels import quantize_rows
 from thermocline.rows.change_bitmap import Changes, marked
 from thermocline.rows.precision import format_of
@@ -220,3 +224,24 @@ def test_marks_are_set_whatever_is_repeated_and_taken_once(way, monkeypatch):
     changes.mark(torch.tensor([7]))
     changes.give_back(taken)
     assert marked(changes.bits, 0, 1000).tolist() == [0, 7, 31, 32, 63, 64, 500, 501, 999]
+
+
+@pytest.mark.parametrize("offsets", [(0, 8), (16, 24), (8, 20)])
+def test_tensors_of_a_file_neither_overlap_nor_leave_gaps(offsets, tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_file(path, [TensorGroup([TensorInfo(name, torch.int64, (1,)) for name in "ab"], lambda: [torch.ones(1).long()] * 2)])
+    assert TensorFile(path).read("b").tolist() == [1]
+    data = path.read_bytes().replace(b'"data_offsets":[8,16]', b'"data_offsets":[%d,%d]' % offsets)
+    data = data[8:].rstrip(b" ")
+    length = data.index(b"}}") + 2
+    path.write_bytes(length.to_bytes(8, "little") + data[:length] + data[-16:])
+    with pytest.raises(FormatError):
+        TensorFile(path)
+
+
+@pytest.mark.parametrize("left", [AT, TO])
+def test_half_of_the_changes_of_an_array_is_damage(left, tmp_path):
+    names = ["a", "b"], ["a" + left, "b@at", "b@to"]
+    first, second = (SimpleNamespace(names=lambda own=each: own, path=tmp_path) for each in names)
+    with pytest.raises(FormatError):
+        StateFiles([[first], [second]])

@@ -22,6 +22,7 @@ from thermocline import BadInput, FormatError, IdMap
 from thermocline.kernels import quantize_rows
 from thermocline.serve.errors import NotReady
 from thermocline.serve.tables import huge_pages as pages
+from thermocline.serve.tables import lookup
 from thermocline.serve.tables import memory_limits as store
 from thermocline.serve.tables import shard_group as group_module
 from thermocline.serve.tables.lookup import LookupResult
@@ -362,15 +363,20 @@ def test_an_invalid_split_is_refused_before_anything_starts(module: Any, setting
         ShardGroup(module.folder, **settings)
 
 
-def test_bags_pooled_by_max_equal_those_of_torch(tmp_path: Path) -> None:
+def test_bags_pooled_by_max_equal_those_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "_MAX_BYTES", 5 * 4 * 7)  # rows are looked up five at a time
     torch.manual_seed(2)
     bag = thermocline.EmbeddingBag(63, 7, mode="max", rows=thermocline.RowConfig("int8"))
     thermocline.save(torch.nn.ModuleDict({"item": bag}), tmp_path / "saved")
-    ids, starts = torch.randint(0, 63, (29,)), torch.tensor([0, 0, 5, 5, 6, 29])
+    ids = torch.randint(0, 63, (29,))
     with ShardGroup(tmp_path / "saved", shards=3) as group:
-        found = group.lookup({"item": ids, "item.offsets": starts})["item"]
         rows = group.lookup({"item": torch.arange(63)})["item"]
-        assert torch.equal(found, torch.nn.functional.embedding_bag(ids, rows, starts, mode="max"))
+        for starts in map(torch.tensor, ([0, 0, 5, 5, 6, 29], [0], [0, 3, 4, 4, 11, 12, 25, 26, 29, 29])):
+            found = group.lookup({"item": ids, "item.offsets": starts})["item"]
+            assert torch.equal(found, torch.nn.functional.embedding_bag(ids, rows, starts, mode="max"))
+        assert group.lookup({"item": [], "item.offsets": [0, 0]})["item"].tolist() == [[0.0] * 7] * 2
+        with pytest.raises(BadInput, check=has(position=17, id=63)):
+            group.lookup({"item": torch.where(torch.arange(29) == 17, 63, ids), "item.offsets": [0]})
         with pytest.raises(BadInput, check=has(parameter="item.weights")):
             group.lookup({"item": ids, "item.offsets": starts, "item.weights": torch.ones(29)})
 

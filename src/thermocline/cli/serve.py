@@ -59,6 +59,7 @@ MaxIds = Annotated[int, typer.Option("--max-ids", min=1, help="Maximum number of
 MaxMessage = Annotated[
     int | None, typer.Option("--max-message", min=1, help="Maximum size of one request, in MiB (default: from --max-ids).")
 ]
+MaxResponse = Annotated[int, typer.Option("--max-response", min=1, help="Maximum size of one response, in MiB.")]
 MaxInFlight = Annotated[
     int, typer.Option("--max-in-flight", min=1, help="Maximum size of all requests and responses in memory, in MiB.")
 ]
@@ -110,6 +111,7 @@ def run(
     queue: Queue = 1024,
     max_ids: MaxIds = 1 << 18,
     max_message: MaxMessage = None,
+    max_response: MaxResponse = 32,
     max_in_flight: MaxInFlight = 512,
     token_file: TokenFile = None,
     tls_cert: TlsCert = None,
@@ -142,8 +144,9 @@ def run(
     from thermocline.serve.server.config import ServerConfig, ServerLimits
 
     limits = ServerLimits(
-        max_ids, message=max_message and max_message << 20, queue=queue, wait=wait / 1000, in_flight=max_in_flight << 20
-    )
+        max_ids, message=max_message and max_message << 20, response=max_response << 20, queue=queue, wait=wait / 1000,
+        in_flight=max_in_flight << 20,
+    )  # fmt: skip
     server_config = ServerConfig(
         host, http_port, grpc_port, credentials, limits, follow, model_control == "explicit", tuple(allow_host or ())
     )

@@ -298,7 +298,7 @@ class ShardedCollection(RowsModule):
         rows_U, inverse_N = torch.unique(rows_N + self.row_index.first[number], return_inverse=True)
         values_UD = torch.empty(rows_U.numel(), self.tables[number].dim, dtype=torch.float32, device=self.arena.device)
         exchange = BatchExchange(context, rows_U, trains=False)
-        exchange.request(self._handshake("reading rows", exchange))
+        exchange.request(self._handshake("reading rows", exchange, False, 0))
         step_K = 4 * self.shard.fields_KF[:, DIM]
         exchange.fetch(RowDestination(values_UD.view(-1).view(torch.uint8), torch.zeros_like(step_K), step_K))
         return values_UD[inverse_N]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from thermocline.errors import BadInput
 
-from .protocol.tensors import DATATYPES, DTYPES, Array
+from .protocol.tensors import DATATYPES, DTYPES, Array, RequestLimits, refuse_count
 
 _INT64, _ALSO_IDS = np.dtype(np.int64), tuple(map(np.dtype, (np.int32, np.uint32, np.uint64)))
 MAX_NAMES = 8  # names that an error lists
@@ -41,7 +42,7 @@ class ServableModel(Protocol):
     batch succeed. Input arrays are read-only. One thread at a time calls `infer`, not always the same thread.
 
     Optional members: `load(folder)` and `follow()` change the version in place (`server/model_repository.py`); `waits` is true
-    if `infer` waits for other hosts (`server/dynamic_batcher.py`); `unpooled(feature)` returns the kernel of the fast path
+    if `infer` waits for other hosts (`server/dynamic_batcher.py`); `wire_lookup()` returns the kernels of the fast path
     (`server/fast_path.py`).
     """
 
@@ -74,11 +75,18 @@ class ModelSignature:
         }
         self._required = frozenset(each.name for each in model.inputs if not each.optional)
         self._outputs = frozenset(each.name for each in model.outputs)
+        # Bytes of a row of each output that has a row for each id, or for each offset, of the input with its name.
+        self._row_bytes = {
+            each.name: DTYPES[each.datatype].itemsize * math.prod(each.shape[1:])
+            for each in model.outputs
+            if each.name in self._inputs and each.shape[:1] == (-1,) and -1 not in each.shape[1:]
+        }
 
-    def check(self, inputs: dict[str, Array], outputs: tuple[str, ...], limit: int) -> int:
-        """The number of values in a request. Raises `BadInput` if it does not fit, or has more than `limit` values.
+    def check(self, inputs: dict[str, Array], outputs: tuple[str, ...], limits: RequestLimits) -> tuple[int, int]:
+        """The number of values in a request, and the bytes of its outputs, of those whose size follows from the inputs.
 
-        Ids of other integer types become INT64; the hash of an id map takes UINT64 ids as the same 64 bits.
+        Raises `BadInput` if the request does not fit the model, or exceeds the limits. Ids of other integer types become INT64;
+        the hash of an id map takes UINT64 ids as the same 64 bits.
         """
         values, known = 0, self._inputs
         for name, array in inputs.items():
@@ -99,14 +107,19 @@ class ModelSignature:
         if not self._required <= inputs.keys():
             missing = min(self._required - inputs.keys())
             raise BadInput(f"input {missing!r} is missing", parameter=missing)
-        if values > limit:
-            words = f"the request has {values:,} values, the limit is {limit:,}; split it into several"
-            raise BadInput(words, needed=values, available=limit)
+        refuse_count("values", values, limits.values)
         for name in outputs:
             if name not in self._outputs:
                 there = list_names(self._outputs)
                 raise BadInput(f"model {self._name!r} has no output {name[:100]!r}; it has {there}", parameter=name)
-        return values
+        size = 0
+        for name, row_bytes in self._row_bytes.items():
+            if name in inputs:
+                size += row_bytes * len(inputs.get(f"{name}.offsets", inputs[name]))
+        if size > limits.response:
+            words = f"the response would have {size:,} bytes, the limit is {limits.response:,}; split the request into several"
+            raise BadInput(words, parameter="outputs", needed=size, available=limits.response)
+        return values, size
 
 
 def _matches(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:

@@ -25,7 +25,7 @@ from thermocline.kernels.cpu.compile import Kernel
 from thermocline.serve.protocol import schema
 from thermocline.serve.protocol.grpc_messages import read_request, write_response
 from thermocline.serve.server.config import ServerConfig, ServerLimits
-from thermocline.serve.server.fast_path import MAX_IDS, look_up_rows
+from thermocline.serve.server.fast_path import MAX_VALUES, answer
 from thermocline.serve.server.grpc_server import GrpcService
 from thermocline.serve.server.inference_service import InferenceService
 from thermocline.serve.server.model_loader import ShardConfig, make_repository
@@ -61,9 +61,9 @@ class Context:
 
 
 @asynccontextmanager
-async def served(folder, shards=3, **limits):
+async def served(folder, shards=3, tables=TABLES, mode="sum", precision="fp32", **limits):
     torch.manual_seed(5)
-    module = thermocline.EmbeddingCollection(TABLES, rows=thermocline.RowConfig("fp32", cache=0.0))
+    module = thermocline.EmbeddingCollection(tables, mode=mode, rows=thermocline.RowConfig(precision, cache=0.0))
     thermocline.save(module, folder, incremental=True)
     repository = make_repository(folder, ShardConfig(shards), ServerLimits(**limits))
     await repository.load("tables")
@@ -83,8 +83,7 @@ async def served(folder, shards=3, **limits):
 
 def fast(one, data):
     """The response of the fast path, or None."""
-    request = read_request(data)
-    return look_up_rows(one.service.find(request), request, perf_counter())
+    return answer(one.service, data, perf_counter())
 
 
 async def both(one, data):
@@ -95,7 +94,7 @@ async def both(one, data):
         found = str(error)
     try:
         request = read_request(data)
-        result = await one.service.infer(request, one.service.find(request), 0.0)
+        result = await one.service.infer(request, one.service.find(request), 0.0, lambda size: None)
         expected = write_response(request.model, result.version, request.id, result.outputs)
     except Exception as error:
         status = one.service.fail("", error)
@@ -112,7 +111,7 @@ def test_responses_equal_those_of_the_general_path(tmp_path):
         draw = np.random.default_rng(3)
         async with served(tmp_path / "saved") as one:
             shards = one.repository.served("tables").model.shards
-            for feature, rows, count in (("user", ROWS, 64), ("item", 53, 64), ("user", ROWS, 1), ("user", ROWS, MAX_IDS)):
+            for feature, rows, count in (("user", ROWS, 64), ("item", 53, 64), ("user", ROWS, 1), ("user", ROWS, MAX_VALUES)):
                 for fields in ({}, {"id": "a-42"}, {"model_version": "1"}):
                     data = encode(draw.integers(0, rows, count), feature, **fields)
                     before = sum(shard.lookups for shard in shards()), one.metrics.answered, one.metrics.ids
@@ -143,8 +142,8 @@ def test_other_requests_take_the_general_path(tmp_path):
         async with served(tmp_path / "saved") as one:
             good = encode([1, 2, 3])
             assert fast(one, good) is not None and fast(one, with_output(good, "user")) is not None
-            others = [encode([1, ROWS]), encode([-1]), encode([]), encode([0] * (MAX_IDS + 1)), encode([1], "chairs")]
-            for data in (*others, with_second_input(good), with_output(good, "item")):
+            others = [encode([1, ROWS]), encode([-1]), encode([]), encode([0] * (MAX_VALUES + 1)), encode([1], "chairs")]
+            for data in (*others, with_output(good, "item"), with_output(with_second_input(good), "user")):
                 assert fast(one, data) is None
                 found, expected = await both(one, data)
                 assert found == expected
@@ -154,6 +153,79 @@ def test_other_requests_take_the_general_path(tmp_path):
             batcher._executing = False
             one.repository.draining = True
             assert (await both(one, good))[0].startswith("UNAVAILABLE")
+
+    asyncio.run(test())
+
+
+MAPPED = [
+    thermocline.Table("shop", 61, 5, ids=thermocline.IdMap.hashed(61)),
+    thermocline.Table(
+        "user", ROWS, 7, ["user", "friend"], ids={"friend": thermocline.IdMap.pruned(range(0, 2 * ROWS - 6, 2), fallback=3)}
+    ),
+    thermocline.Table("item", 53, 12),
+]
+
+
+def drawn_request(draw, names, limits):
+    """A request of any features, in any order, with or without offsets and weights; some are invalid."""
+    message = schema.ModelInferRequest(model_name="tables", id=draw.choice(["", "", "a-42", "é"]))
+    message.model_version = draw.choice(["", "", "", "1", "7"])
+    asked = draw.sample(names, draw.randint(1, len(names)))
+    inputs, bad = {}, draw.random() < 0.2
+    for name in asked:
+        count = draw.choice([0, 1, 1, 2, 9, 63])
+        inputs[name] = np.array([draw.randrange(limits[name] + bad) for _ in range(count)], np.int64)
+        if draw.random() < 0.5:
+            ends = sorted(draw.randint(0, count) for _ in range(draw.choice([0, 1, 2, 7])))
+            inputs[name + ".offsets"] = np.array([0, *ends] if draw.random() < 0.95 else ends, np.int64)
+            if draw.random() < 0.5:
+                weights = np.array([draw.choice([0.5, -2.0, 1e-3]) for _ in range(count)], np.float32)
+                inputs[name + ".weights"] = weights if draw.random() < 0.9 else weights * np.float32(np.inf)
+    order = list(inputs)
+    if draw.random() < 0.3:
+        draw.shuffle(order)
+    for name in order:
+        tensor = message.inputs.add(
+            name=name, datatype="FP32" if name.endswith("weights") else "INT64", shape=inputs[name].shape
+        )
+        message.raw_input_contents.append(inputs[name].tobytes())
+        if draw.random() < 0.01:
+            tensor.parameters["x"].bool_param = True
+    for name in draw.choice([(), (), asked, asked[:1], asked[::-1]]):
+        message.outputs.add(name=name)
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_drawn_requests_are_answered_as_by_the_general_path(tmp_path, mode):
+    draw, names = random.Random(mode), ["shop", "user", "friend", "item"]
+    limits = {"shop": 1 << 62, "user": ROWS, "friend": 1 << 62, "item": 53}
+
+    async def test():
+        async with served(tmp_path / "saved", tables=MAPPED, mode=mode, precision="int8") as one:
+            answered = 0
+            for _ in range(400):
+                data = drawn_request(draw, names, limits)
+                answered += fast(one, data) is not None
+                found, expected = await both(one, data)
+                assert found == expected
+            assert answered > 20
+
+    asyncio.run(test())
+
+
+def test_every_cut_and_flipped_bit_of_a_request_is_answered_as_by_the_general_path(tmp_path):
+    async def test():
+        async with served(tmp_path / "saved") as one:
+            message = schema.ModelInferRequest.FromString(with_second_input(encode([1, 2], id="a", model_version="1")))
+            for name in ("user", "item"):
+                message.outputs.add(name=name)
+            good = message.SerializeToString()
+            assert fast(one, good) is not None
+            flipped = [good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :] for at in range(len(good)) for bit in range(8)]
+            for data in (*(good[:at] for at in range(len(good))), *flipped):
+                if (response := fast(one, data)) is not None:
+                    assert parsed(response) == (await both(one, data))[1], data
 
     asyncio.run(test())
 
@@ -247,7 +319,7 @@ def calls_to_kernel(infer, data):
 def test_few_calls_lead_from_the_grpc_handler_to_the_kernel(tmp_path, path, feature):
     async def test():
         async with served(tmp_path / "saved") as one:
-            data = encode([1, 2, 3]) if feature else with_second_input(encode([1, 2, 3]))
+            data = encode([1, 2, 3]) if feature else b"\x1a\x01x" + with_second_input(encode([1, 2, 3]))  # an id first
             await one.grpc.infer(None, Context(data))  # kernels are loaded
             calls, response = calls_to_kernel(one.grpc.infer, data)
             assert len(calls) <= MAX_CALLS, calls

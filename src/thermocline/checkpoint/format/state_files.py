@@ -22,6 +22,10 @@ class StateFiles:
 
     def __init__(self, saves: list[list[TensorFile]]) -> None:
         self._first, self._saves = saves[0][0], [{name: file for file in files for name in file.names()} for files in saves]
+        for file in (file for files in saves for file in files):
+            lines, values = ({name.removesuffix(end) for name in file.names() if name.endswith(end)} for end in (AT, TO))
+            if lone := sorted(lines ^ values):  # without its other half, a change would be skipped
+                raise damaged(file.path, f"it has {AT!r} or {TO!r} of {lone[0]!r}, and not both")
 
     def __contains__(self, name: str) -> bool:
         return any(name in each for each in self._saves)

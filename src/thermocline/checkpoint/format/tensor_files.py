@@ -170,11 +170,16 @@ class TensorFile:
                 if name[:2] != "__"
             }
             room = self._size - self._begin
-            wrong = [name for name, entry in self._header.items() if len(entry) != 4 or not _is_inside(*entry, size=room)]
+            wrong = [name for name, entry in self._header.items() if len(entry) != 4 or not _is_consistent(*entry)]
+            at = 0
+            for begin, end, name in () if wrong else sorted((*entry[2:], name) for name, entry in self._header.items()):
+                wrong += [name] * (begin != at)  # the format has no gaps, and no byte belongs to two tensors
+                at = end
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(path, f"the header cannot be read ({error})") from None
-        if wrong:
-            raise damaged(path, f"tensor {wrong[0][:100]!r} is not where its header says")
+        if wrong or at != room:
+            which = repr(wrong[0][:100]) if wrong else "the last"
+            raise damaged(path, f"tensor {which} is not where its header says")
 
     def names(self) -> list[str]:
         return [name for name in self._header if not name.startswith(PADDING)]
@@ -224,11 +229,11 @@ class TensorFile:
         self._file.close()
 
 
-def _is_inside(dtype: torch.dtype, shape: tuple[int, ...], begin: int, end: int, size: int) -> bool:
-    """Whether a tensor of this shape takes exactly bytes `begin` to `end` (exclusive) of `size`."""
+def _is_consistent(dtype: torch.dtype, shape: tuple[int, ...], begin: int, end: int) -> bool:
+    """Whether a tensor of this shape takes exactly bytes `begin` to `end` (exclusive)."""
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         return False
-    return end - begin == math.prod(shape) * dtype.itemsize and end <= size
+    return end - begin == math.prod(shape) * dtype.itemsize
 
 
 def sha256_of(path: Path) -> str:

@@ -41,7 +41,7 @@ from .cache_folder import private_folder, say
 _log = logging.getLogger("thermocline")
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
 _FOLDERS = "cache elastic exchange gather ids ngrams quantize serve sum_gradients update"
-_MODULES = tuple(f"{name}.cpu" for name in _FOLDERS.split())
+_MODULES = (*(f"{name}.cpu" for name in _FOLDERS.split()), "serve.wire_cpu")
 _TYPES = {"B": torch.uint8, "i": torch.int32, "q": torch.int64, "f": torch.float32, "d": torch.float64}  # as in `struct`
 
 # Kernels that are compiled together, at the first call of one: a training model does not wait for those of a server.
@@ -259,7 +259,15 @@ def source_hash(group: str = TRAIN) -> str:
     here = Path(__file__).resolve().parents[1]
     versions = (numba.__version__, llvmlite.__version__, sys.version_info[:2], sys.implementation.name)
     digest = hashlib.sha256(repr((group, versions, _processor())).encode())
-    names = ("cpu/*.py", "../formats.py", "*/cpu.py", "*/fields.py", "quantize/reference.py", "cache/reference.py")
+    names = (
+        "cpu/*.py",
+        "../formats.py",
+        "*/cpu.py",
+        "*/wire_cpu.py",
+        "*/fields.py",
+        "quantize/reference.py",
+        "cache/reference.py",
+    )
     for path in sorted(p for pattern in names for p in here.glob(pattern)):
         digest.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

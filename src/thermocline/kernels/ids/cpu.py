@@ -121,8 +121,8 @@ def _keep(field, words, counts, rows, places, first, last):
         put_i64(rows, i, rank)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 11) + ")")
-def _map(fields, features, words, counts, ids, offsets, batch, rows, places, first, last):
+@helper
+def map_rows(fields, words, counts, ids, offsets, batch, rows, places, first, last):
     """Rows of the ids at positions first to last - 1; returns -1 or the position of an id out of range."""
     feature = 0
     while first < last:
@@ -142,6 +142,9 @@ def _map(fields, features, words, counts, ids, offsets, batch, rows, places, fir
     return np.int64(-1)
 
 
+_map = kernel("int64(" + ", ".join(["int64"] * 10) + ")")(map_rows.py_func)
+
+
 def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, offsets: Tensor) -> Tensor:
     """Rows (int64) of the ids of all features; an id without a row raises."""
     ids_N, offsets, features, count = ids_N.long().contiguous(), offsets.long().contiguous(), len(fields_FM), ids_N.numel()
@@ -156,7 +159,7 @@ def map_ids(fields_FM: Tensor, words: Tensor, counts: Tensor, ids_N: Tensor, off
 
     def task(first: int, last: int) -> None:
         places = np.empty(GROUP, dtype=np.int64)
-        position = _map(fields, features, *parts, *addresses("q", places), first, last)
+        position = _map(fields, *parts, *addresses("q", places), first, last)
         if position >= 0:
             bad.append(position)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -26,8 +25,7 @@ from .reference import locate
 GROUP = 64
 MIN_TASK_LOOKUPS = 1024  # waking a thread takes as long as this many lookups
 TASKS_PER_THREAD = 4
-_FOUND = np.int64(-1)
-_FIELDS, _SHARDS, _ROTATIONS, _WORDS, _COUNTS, _BASES, _OFFSETS = range(7)  # fields of the array that `UnpooledLookup` passes
+FOUND = np.int64(-1)
 
 
 @helper
@@ -75,7 +73,7 @@ def _find_owners(field, shards, rotations, rows, shard_of, place_of, first, last
 
 
 @helper
-def _find_addresses(fields, shards, rotations, words, counts, bases, starts, rows, addresses, tally, scratch, first, last):
+def find_addresses(fields, shards, rotations, words, counts, bases, starts, rows, addresses, tally, scratch, first, last):
     """Addresses of the rows at positions first to last - 1.
 
     Returns -1, the position of a row out of range, or -2 - position of a row whose shard is down.
@@ -113,11 +111,11 @@ def _find_addresses(fields, shards, rotations, words, counts, bases, starts, row
             put_i64(tally, shard, get_i64(tally, shard) + 1)
             put_i64(addresses, i, base + get_i64(place_of, i - first) * stride)
         first = until
-    return _FOUND
+    return FOUND
 
 
 @helper
-def _pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, first, last):
+def pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, first, last):
     """Pool bags first to last - 1."""
     feature = 0
     while first < last:
@@ -138,37 +136,11 @@ def _pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, fi
     return np.int64(0)
 
 
-_find = kernel("int64(" + ", ".join(["int64"] * 13) + ")")(_find_addresses.py_func)
-_pool = kernel("int64(" + ", ".join(["int64"] * 10) + ")")(_pool_bags.py_func)
+_find = kernel("int64(" + ", ".join(["int64"] * 13) + ")")(find_addresses.py_func)
+_pool = kernel("int64(" + ", ".join(["int64"] * 10) + ")")(pool_bags.py_func)
 
 
-# Keeps the GIL: the kernel takes microseconds, and another thread that takes the GIL would delay the request.
-@kernel("int64(int64, int64, int64, int64, int64, int64)", nogil=False)
-def _look_up_rows(table, rows, count, out, tally, scratch_memory):
-    """Write rows of one feature to `out`, unpooled; returns -1, or the result of `_find` on an error, without counting."""
-    fields, shards = get_i64(table, _FIELDS), get_i64(table, _SHARDS)
-    ends, targets, scratch = scratch_memory, scratch_memory + 16, scratch_memory + 32
-    shard_counts = scratch + 8 * 3 * GROUP
-    addresses = shard_counts + 8 * (shards + 1)
-    put_i64(ends, 0, 0)
-    put_i64(ends, 1, count)
-    put_i64(targets, 0, 0)
-    put_i64(targets, 1, get_i64(fields, S.DIM))
-    for shard in range(shards + 1):
-        put_i64(shard_counts, shard, 0)
-    found = _find_addresses(
-        fields, shards, get_i64(table, _ROTATIONS), get_i64(table, _WORDS), get_i64(table, _COUNTS), get_i64(table, _BASES),
-        ends, rows, addresses, shard_counts, scratch, 0, count,
-    )  # fmt: skip
-    if found != _FOUND:
-        return found
-    _pool_bags(fields, ends, addresses, get_i64(table, _OFFSETS), 0, False, out, targets, 0, count)
-    for shard in range(shards + 1):
-        put_i64(tally, shard, get_i64(tally, shard) + get_i64(shard_counts, shard))
-    return found
-
-
-_ROW_OFFSETS = torch.arange(MAX_UNPOOLED_ROWS + 1)
+ROW_OFFSETS = torch.arange(MAX_UNPOOLED_ROWS + 1)
 
 
 def gather_pool(
@@ -177,7 +149,7 @@ def gather_pool(
     """Look up and pool into `out`; returns the lookups of each shard and of the overlay."""
     rows_N, count, ends_F1 = as_int64(bags.rows_N), bags.rows_N.numel(), as_int64(bags.ends_F1)
     if bags.offsets_B1 is None:
-        offsets, starts_F1 = _ROW_OFFSETS if count <= MAX_UNPOOLED_ROWS else torch.arange(count + 1), ends_F1
+        offsets, starts_F1 = ROW_OFFSETS if count <= MAX_UNPOOLED_ROWS else torch.arange(count + 1), ends_F1
     else:
         offsets = as_int64(bags.offsets_B1)
         starts_F1 = torch.from_numpy(offsets.numpy()[ends_F1.numpy()])
@@ -210,47 +182,6 @@ def gather_pool(
         threads.run(lambda n: _pool(*what, *how, total * n // tasks, total * (n + 1) // tasks), tasks)
     del kept
     return torch.from_numpy(tallies.sum(axis=0))
-
-
-class UnpooledLookup:
-    """Rows of one feature, unpooled, looked up by addresses: the kernel entry of the server's fast path.
-
-    Pointers to the tables are collected once, and each thread keeps its scratch memory: `gather_pool` takes three times as long
-    as 64 rows. `tally_C`: lookups of each shard and of the overlay, counted here.
-    """
-
-    def __init__(self, placed: ShardedTables, feature: int, tally_C: NDArray[np.int64]) -> None:
-        self._alive = placed, tally_C  # addresses of both are used
-        self._shards, self.dim = placed.shards, int(placed.fields_FN[feature, S.DIM])
-        own = placed.fields_FN[feature], placed.bases_FC[feature]
-        fields, *others = addresses("qBqiqq", own[0], placed.rotations, placed.words, placed.counts, own[1], _ROW_OFFSETS)
-        self._table = np.array([fields, placed.shards, *others])
-        self._at, self._tally = addresses("qq", self._table, tally_C)
-
-    def __call__(self, rows: int, count: int, out: int) -> bool:
-        """Write at most `MAX_UNPOOLED_ROWS` rows, whose int64 numbers are at address `rows`, to the address `out`.
-
-        Returns False if a row is out of range or its shard is down. No lookup is counted then; `gather_pool` raises the error.
-        """
-        scratch_memory = _scratch.of(count + self._shards)
-        return bool(_look_up_rows(self._at, rows, count, out, self._tally, scratch_memory) == _FOUND)
-
-
-class _ThreadScratch(threading.local):
-    """Scratch memory of a thread."""
-
-    def __init__(self) -> None:
-        self._memory, self._at = np.zeros(0, np.int64), 0
-
-    def of(self, size: int) -> int:
-        """Address of at least `size` int64 numbers, beside those that every launch needs."""
-        if len(self._memory) < size + 3 * GROUP + 8:
-            self._memory = np.zeros(2 * size + 3 * GROUP + 8, np.int64)
-            self._at = self._memory.__array_interface__["data"][0]
-        return self._at
-
-
-_scratch = _ThreadScratch()
 
 
 def _raise(placed: ShardedTables, rows_N: Tensor, starts_F1: Tensor, found: list[int]) -> None:

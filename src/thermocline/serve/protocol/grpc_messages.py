@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from google.protobuf.message import DecodeError
 from thermocline.errors import BadInput
 
 from . import schema
+from .new_bytes import join
 from .tensors import (
     DATATYPES,
     DEFAULT_LIMITS,
@@ -30,10 +30,8 @@ from .tensors import (
     refuse_count,
     refuse_unsupported,
 )
-from .wire import check_counts
 
 _RAW_OUTPUT = b"\x32"  # field 6, length-delimited
-_ID = b"\x1a"  # field 3, length-delimited
 _STREAMED = b"\x12"  # field 2 of ModelStreamInferResponse, length-delimited
 
 # Datatype -> field of InferTensorContents. FP16 has none.
@@ -53,8 +51,7 @@ def parse(name: str, data: bytes, message: Callable[[str], Any] = schema.message
 
 
 def read_request(data: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> InferRequest:
-    """Read a ModelInferRequest. Either all inputs have raw bytes, or all have typed contents."""
-    check_counts(data, limits)
+    """Read a ModelInferRequest whose counts are checked. Either all inputs have raw bytes, or all have typed contents."""
     message = parse("ModelInferRequest", data)
     raw, tensors = message.raw_input_contents, message.inputs
     if len(tensors) > limits.tensors or len(message.outputs) > limits.tensors:
@@ -98,22 +95,13 @@ def _from_contents(tensor: Any) -> Array:
             words = f"input {tensor.name!r} is {tensor.datatype}, but {len(values)} values are in {other.name}"
             raise BadInput(words, parameter=tensor.name)
     values = getattr(tensor.contents, field)
-    return from_values(tensor.name, tensor.datatype, tensor.shape, list(values))
+    return from_values(tensor.name, tensor.datatype, tensor.shape, values)
 
 
-@lru_cache(maxsize=4096)
-def response_header(model: str, version: str, output: str, shape: tuple[int, ...]) -> bytes:
-    """All bytes of a ModelInferResponse with one FP32 output that come before its values."""
-    message = schema.ModelInferResponse(model_name=model, model_version=version)
-    message.outputs.add(name=output, datatype="FP32", shape=shape)
-    header: bytes = message.SerializeToString() + _RAW_OUTPUT + varint(math.prod(shape) * 4)
-    return header
-
-
-def response_id(id: str) -> bytes:
-    """The field `id` of a ModelInferResponse."""
-    data = id.encode()
-    return _ID + varint(len(data)) + data
+def response_head(model: str, version: str, id: str) -> bytes:
+    """The fields of a ModelInferResponse that come before its outputs."""
+    head: bytes = schema.ModelInferResponse(model_name=model, model_version=version, id=id).SerializeToString()
+    return head
 
 
 def write_response(model: str, version: str, id: str, outputs: Mapping[str, Array]) -> bytes:
@@ -125,12 +113,12 @@ def write_response(model: str, version: str, id: str, outputs: Mapping[str, Arra
         pieces.append(_RAW_OUTPUT + varint(array.nbytes))
         pieces.append(np.ascontiguousarray(array).data if array.nbytes else b"")
     pieces[0] = message.SerializeToString()
-    return b"".join(pieces)
+    return join(pieces)
 
 
 def write_streamed(response: bytes) -> bytes:
     """A ModelStreamInferResponse that holds the bytes of a response."""
-    return b"".join((_STREAMED, varint(len(response)), response))
+    return join((_STREAMED, varint(len(response)), response))
 
 
 def varint(value: int) -> bytes:

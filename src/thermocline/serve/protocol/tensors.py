@@ -27,6 +27,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
 }
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
+PIECE = 1 << 13  # values that are converted at once
 UNSUPPORTED = ("shared_memory_region", "classification", "sequence_id")  # parameters of Triton's extensions
 
 
@@ -35,6 +36,7 @@ class RequestLimits(NamedTuple):
 
     values: int = 1 << 18  # in all inputs
     tensors: int = 2048  # inputs, and as many outputs
+    response: int = 32 << 20  # bytes of all outputs
 
     @property
     def fields(self) -> int:
@@ -56,10 +58,10 @@ class InferRequest(NamedTuple):
     timeout: float = math.inf  # seconds that it may wait in the queue
 
 
-def refuse_count(of: str, found: int, limit: int) -> None:
+def refuse_count(of: str, found: int, limit: int, way_out: str = "split it into several") -> None:
     """Raise `BadInput` for a count beyond its limit."""
     if found > limit:
-        words = f"the request has {found:,} {of} or more, the limit is {limit:,}; split it into several"
+        words = f"the request has {found:,} {of} or more, the limit is {limit:,}; {way_out}"
         raise BadInput(words, parameter=of, needed=found, available=limit)
 
 
@@ -103,21 +105,15 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes | memo
     return array if len(shape) == 1 else array.reshape(tuple(shape))
 
 
-def from_values(name: str, datatype: str, shape: Sequence[int], values: object) -> Array:
+def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> Array:
     """An array of JSON numbers or of a typed gRPC field. Nested lists are flattened."""
     dtype = dtype_of(name, datatype)
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise BadInput(f"input {name!r}: its data is not a list of {datatype} numbers", parameter=name)
     try:
-        array = np.asarray(values)
-        found = array.dtype
-        if array.size == 0:
-            array = np.empty(0, dtype)
-        elif dtype.kind in "iu" and found.kind in "iu":
-            info = np.iinfo(dtype)
-            if int(array.min()) < info.min or int(array.max()) > info.max:
-                raise BadInput(f"input {name!r} has numbers outside of {datatype} ({info.min} to {info.max})", parameter=name)
-        elif not (found.kind == dtype.kind or (dtype.kind == "f" and found.kind in "iu")):
-            raise BadInput(f"input {name!r} is {datatype}, but its data has {found.name} values", parameter=name)
-        array = array.astype(dtype, copy=False).reshape(-1)
+        # In pieces, between which other threads get the interpreter lock.
+        pieces = [_piece(name, dtype, values[at : at + PIECE]) for at in range(0, len(values), PIECE)]
+        array = np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         if isinstance(error, BadInput):
             raise
@@ -126,6 +122,21 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: object) 
     if elements != array.size:
         raise BadInput(f"input {name!r}: shape {list(shape)} has {elements} values, but data has {array.size}", parameter=name)
     return array.reshape(tuple(shape))
+
+
+def _piece(name: str, dtype: np.dtype[Any], values: Any) -> Array:
+    array = np.asarray(values)
+    found = array.dtype
+    if array.size == 0:
+        return np.empty(0, dtype)
+    if dtype.kind in "iu" and found.kind in "iu":
+        info = np.iinfo(dtype)
+        if int(array.min()) < info.min or int(array.max()) > info.max:
+            words = f"input {name!r} has numbers outside of {DATATYPES[dtype]} ({info.min} to {info.max})"
+            raise BadInput(words, parameter=name)
+    elif not (found.kind == dtype.kind or (dtype.kind == "f" and found.kind in "iu")):
+        raise BadInput(f"input {name!r} is {DATATYPES[dtype]}, but its data has {found.name} values", parameter=name)
+    return array.astype(dtype, copy=False).reshape(-1)
 
 
 def _element_count(name: str, shape: Sequence[int]) -> int:

@@ -18,10 +18,10 @@ _REQUEST, _INPUT, _CONTENTS = range(3)
 _SHAPE, _FP32, _FP64, _BYTES = 3, 6, 7, 8
 
 
-def check_counts(data: bytes, limits: RequestLimits) -> None:
-    """Raise `BadInput` if a ModelInferRequest has more fields or typed values than a request may have."""
+def check_counts(data: bytes, limits: RequestLimits) -> int:
+    """The typed values of a large ModelInferRequest. Raises `BadInput` if a request may not have as many values or fields."""
     if len(data) <= UNCOUNTED_BYTES:
-        return
+        return 0
     fields = values = 0
     messages = [(0, len(data), _REQUEST)]
     while messages:
@@ -36,6 +36,7 @@ def check_counts(data: bytes, limits: RequestLimits) -> None:
                 values += _packed(data, at, after - at, number if kind == _CONTENTS else _SHAPE)
                 refuse_count("values", values, limits.values + limits.fields)  # sizes of shapes count too
             at = after
+    return values
 
 
 def _field(data: bytes, at: int, end: int) -> tuple[int, int, int, int]:

@@ -39,6 +39,7 @@ class ServerLimits:
     ids: int = 1 << 18  # values in all inputs of one request, and numbers in one JSON response
     tensors: int = 2048  # inputs of one request, and its outputs
     message: int | None = None  # of one request; None: what `ids` and `tensors` can need
+    response: int = 32 << 20  # bytes of one response
     queue: int = 1024  # queued requests of one model
     batch: int = 64  # requests in one batch
     batch_ids: int = 1 << 16  # values in one batch of several requests
@@ -59,7 +60,7 @@ class ServerLimits:
     @property
     def request(self) -> RequestLimits:
         """Counts that the protocols check."""
-        return RequestLimits(self.ids, self.tensors)
+        return RequestLimits(self.ids, self.tensors, self.response)
 
     def max_connections(self) -> int:
         """Connections of each protocol, so that both together leave `RESERVED_FILES` for shards, checkpoints and probes."""

@@ -24,7 +24,7 @@ from .config import ServerLimits
 from .metrics import ModelMetrics
 
 MAX_LOOP_SECONDS = 3e-3
-MIN_IDS = 256
+MIN_IDS, MAX_LOOP_IDS = 256, 1 << 13
 # The expectation moves half of the way to a faster batch, and up by a tenth after a slower one: on a busy machine any batch can
 # be slow once, and none is fast by chance.
 _FASTER, _SLOWER = 0.5, 1.1
@@ -65,7 +65,11 @@ class DynamicBatcher:
         """Whether a request of this size may be executed now, in the event loop."""
         if self._executing or self._queue or self.limits.wait:
             return False
-        return (ids if ids > MIN_IDS else MIN_IDS) * self._seconds_per_id < self._max_loop_seconds
+        return self._runs_in_loop(ids)
+
+    def _runs_in_loop(self, ids: int) -> bool:
+        """Whether a batch is expected to be fast. The times of narrow features tell too little about many wide rows."""
+        return ids <= MAX_LOOP_IDS and (ids if ids > MIN_IDS else MIN_IDS) * self._seconds_per_id < self._max_loop_seconds
 
     def execute(self, batch: Sequence[QueuedRequest]) -> Sequence[Mapping[str, Array] | Exception]:
         """Results of a batch. Never raises: an exception of the batch is the result of each of its requests."""
@@ -116,7 +120,7 @@ class DynamicBatcher:
             self._schedule_next()
             return
         self._executing = True
-        if max(ids, MIN_IDS) * self._seconds_per_id < self._max_loop_seconds:
+        if self._runs_in_loop(ids):
             self._finish_batch(batch, self.execute(batch))
             return
         self.metrics.worker_batches += 1

@@ -9,8 +9,10 @@ the message arrives, so that calls with a half-sent message are counted and time
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
@@ -21,17 +23,19 @@ from thermocline.errors import BadInput
 from thermocline.serve.errors import UnknownModel
 from thermocline.serve.protocol import schema
 from thermocline.serve.protocol.grpc_messages import parse, read_request, write_response, write_streamed
-from thermocline.serve.protocol.tensors import refuse_count
+from thermocline.serve.protocol.tensors import InferRequest, refuse_count
+from thermocline.serve.protocol.wire import check_counts
 
 from .config import Credentials, ServerLimits
-from .fast_path import look_up_rows
+from .fast_path import answer
 from .grpc_standard import CHECK, HealthService, ReflectionService
-from .inference_service import NO_DEADLINE, InferenceService, is_token
+from .inference_service import NO_DEADLINE, InferenceService, InferResult, is_token
 
 Method = Callable[[Any], "dict[str, Any] | Awaitable[dict[str, Any]]"]
 _PUBLIC = (f"/{schema.SERVICE}/ServerLive", f"/{schema.SERVICE}/ServerReady", CHECK)  # without a token, for health probes
 _CONTROL = (f"/{schema.SERVICE}/RepositoryModelLoad", f"/{schema.SERVICE}/RepositoryModelUnload")
 _HEALTH = ("ServerLive", "ServerReady", "ModelReady")
+LOOP_VALUES, LOOP_BYTES = 1 << 12, 1 << 20  # typed values that are read, and tensors that are written, in the event loop
 MAX_CONTROL_BYTES = 1 << 16  # of a request that holds no tensors
 
 
@@ -40,6 +44,7 @@ class GrpcService:
 
     def __init__(self, service: InferenceService) -> None:
         self._service, self._counts = service, service.limits.request
+        self._worker = ThreadPoolExecutor(1, "messages")
 
     async def infer(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
         """ModelInfer."""
@@ -49,20 +54,35 @@ class GrpcService:
             data = await _message(context)
             received = perf_counter()
             call.execute(len(data))
-            request = read_request(data, self._counts)
-            model = request.model
-            served = service.find(request)
-            if (response := look_up_rows(served, request, received)) is not None:
+            if (response := answer(service, data, received)) is not None:
+                call.take(len(response))
                 call.respond(len(response))
                 return response
+            request = await self._read(data)
+            model = request.model
+            served = service.find(request)
             remaining = context.time_remaining()
-            result = await service.infer(request, served, received, NO_DEADLINE if remaining is None else remaining)
-            call.respond(sum(array.nbytes for array in result.outputs.values()))
-            response = write_response(model, result.version, request.id, result.outputs)
+            remaining = NO_DEADLINE if remaining is None else remaining
+            result = await service.infer(request, served, received, call.take, remaining)
+            response = await self._write(request, result)
+            call.respond(len(response))
         except Exception as error:
             return await self._abort(model, error, context)
         service.record(model, result, received, perf_counter())
         return response
+
+    async def _read(self, data: bytes) -> InferRequest:
+        """The request in a message. Many typed values are converted in a worker thread: each becomes a Python object."""
+        if check_counts(data, self._counts) <= LOOP_VALUES:
+            return read_request(data, self._counts)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, read_request, data, self._counts)
+
+    async def _write(self, request: InferRequest, result: InferResult) -> bytes:
+        """The response to a request. A large one is written in a worker thread."""
+        written = (request.model, result.version, request.id, result.outputs)
+        if sum([array.nbytes for array in result.outputs.values()]) <= LOOP_BYTES:
+            return write_response(*written)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, write_response, *written)
 
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """ModelStreamInfer: responses in the order of requests. An invalid request does not end the stream."""
@@ -76,11 +96,11 @@ class GrpcService:
             received, model = perf_counter(), ""
             try:
                 call.execute(len(data))
-                request = read_request(data, self._counts)
+                request = await self._read(data)
                 model = request.model
-                result = await service.infer(request, service.find(request), received)
-                call.respond(sum(array.nbytes for array in result.outputs.values()))
-                response = write_streamed(write_response(model, result.version, request.id, result.outputs))
+                result = await service.infer(request, service.find(request), received, call.take)
+                response = write_streamed(await self._write(request, result))
+                call.respond(len(response))
             except Exception as error:
                 status = service.fail(model, error)
                 call.wait("read", service.limits.slow)

@@ -107,6 +107,7 @@ class ReflectionService:
             async for data in requests:
                 call.execute(len(data))
                 response = self._answer(data)
+                call.take(len(response))
                 call.respond(len(response))
                 yield response
                 call.next_message()

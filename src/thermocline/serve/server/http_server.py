@@ -26,7 +26,6 @@ from thermocline.errors import BadInput
 from thermocline.serve.protocol.rest import (
     HEADER_LENGTH,
     NUMBER_BYTES,
-    PIECE,
     json_length,
     json_numbers,
     read_json,
@@ -48,6 +47,7 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _ANSWER = "HTTP/1.1 {} {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 PROBES, PROBE_SECONDS = 32, 2.0  # connections beyond the limit, and how long each may take to send its request
 LOOP_BYTES = 1 << 15  # JSON that is read in the event loop, and responses that are sent without a time limit
+LOOP_NUMBERS, LOOP_RESPONSE = 1 << 12, 1 << 20  # of JSON, and bytes of tensors, that are written in the event loop
 _T = TypeVar("_T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -140,11 +140,12 @@ class HttpServer:
             received = perf_counter()
             length = json_length(body, request.headers.get(HEADER_LENGTH))
             parsed, binary = await self._run(length > LOOP_BYTES, read_request, model, version, body, length, counts)
-            result = await service.infer(parsed, service.find(parsed), received)
+            result = await service.infer(parsed, service.find(parsed), received, take)
+            size = sum([array.nbytes for array in result.outputs.values()])
             numbers = json_numbers(result.outputs, binary, counts.values)
-            take(NUMBER_BYTES * numbers + sum(array.nbytes for array in result.outputs.values()))
+            take(NUMBER_BYTES * numbers)
             written = (model, result.version, parsed.id, result.outputs, binary)
-            encoded, json_bytes = await self._run(numbers > PIECE, write_response, *written)
+            encoded, json_bytes = await self._run(numbers > LOOP_NUMBERS or size > LOOP_RESPONSE, write_response, *written)
             service.record(model, result, received, perf_counter())
             kind = "application/json" if json_bytes is None else "application/octet-stream"
             headers = {} if json_bytes is None else {HEADER_LENGTH: str(json_bytes)}

@@ -68,8 +68,7 @@ class GrpcCall:
         self.take(size)
 
     def respond(self, size: int) -> None:
-        """The response leaves."""
-        self.take(size)
+        """The response leaves. Its bytes are taken."""
         self.wait("read", self._limits.read_seconds(size))
 
     def next_message(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from thermocline import __version__
@@ -86,15 +86,25 @@ class InferenceService:
         self._check_not_draining()
         return self.repository.served(request.model, request.version)
 
+    def in_use(self, model: str) -> ServedVersion | None:
+        """The version in use of a model, if it may be asked."""
+        return None if self.repository.draining else self.repository.in_use(model)
+
     async def infer(
-        self, request: InferRequest, served: ServedVersion, received: float, remaining: float = NO_DEADLINE
-    ) -> InferResult:  # fmt: skip
-        """Execute a request, at once if its model is idle, else in a batch.
+        self,
+        request: InferRequest,
+        served: ServedVersion,
+        received: float,
+        take: Callable[[int], None],
+        remaining: float = NO_DEADLINE,
+    ) -> InferResult:
+        """Execute a request, at once if its model is idle, else in a batch. `take` takes the bytes of its outputs before.
 
         It may wait for the `remaining` seconds of its call, and for its own timeout, from when it was received.
         """
         deadline = received + min(remaining, request.timeout)
-        ids = served.signature.check(request.inputs, request.outputs, self.limits.ids)
+        ids, size = served.signature.check(request.inputs, request.outputs, self.limits.request)
+        take(size)
         queued, batcher = QueuedRequest(request.inputs, ids, deadline), served.batcher
         if batcher.is_idle(ids):
             (outputs,) = batcher.execute((queued,))
@@ -109,6 +119,7 @@ class InferenceService:
             if missing := [name for name in request.outputs if name not in outputs]:
                 raise BadInput(f"output {missing[0]!r} is requested, but its input is not there", parameter=missing[0])
             outputs = {name: outputs[name] for name in request.outputs}
+        take(max(0, sum([array.nbytes for array in outputs.values()]) - size))
         return InferResult(version, outputs, queued)
 
     def _check_not_draining(self) -> None:

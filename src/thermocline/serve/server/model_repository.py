@@ -128,6 +128,10 @@ class ModelRepository:
             raise UnknownModel(words, model=name, version=version)
         return found
 
+    def in_use(self, name: str) -> ServedVersion | None:
+        """The version in use, if there is one."""
+        return self._served.get(name)
+
     def _not_loaded(self, name: str) -> UnknownModel:
         words = f"no model {name[:100]!r} is loaded; loaded are {', '.join(self._served) or 'none'}"
         return UnknownModel(words, model=name, loaded=[*self._served])

@@ -22,8 +22,9 @@ from thermocline.errors import BadInput
 from thermocline.kernels.serve.fields import ServedBags
 
 from .requests import KNOWN, FeatureRequest, ParsedRequest
-from .version import TableVersion
+from .version import TableVersion, id_without_row
 
+_MAX_BYTES = 4 << 20  # of rows whose maxima are taken at once
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 
@@ -66,9 +67,7 @@ def look_up_batch(version: TableVersion, requests: Sequence[ParsedRequest]) -> l
         if len(modes) > 1:
             own = [{n: each for n, each in request.items() if _mode(version, n, each) == mode} for request in requests]
         if mode == F.MAX:
-            unpooled = [{n: each._replace(starts_B=None) for n, each in request.items()} for request in own]
-            pairs = zip(own, look_up_batch(version, unpooled), strict=True)
-            found = [_max_pooled(version, request, rows) for request, rows in pairs]
+            found = [{version.features[n]: _max_pooled(version, n, each) for n, each in request.items()} for request in own]
         else:
             batch = join_requests(version, own, mode)
             bags = batch.bags if version.device.type == "cpu" else batch.bags.to(version.device)
@@ -77,6 +76,10 @@ def look_up_batch(version: TableVersion, requests: Sequence[ParsedRequest]) -> l
             found = split_output(version, batch, own, out.cpu().numpy())
         for result, outputs in zip(results, found, strict=True):
             result.update(outputs)
+    if len(modes) > 1:  # in the order of the requests
+        names = version.features
+        ordered = [{names[n]: result[names[n]] for n in each} for result, each in zip(results, requests, strict=True)]
+        results = [LookupResult(each, version.name, old.on_request) for each, old in zip(ordered, results, strict=True)]
     return results
 
 
@@ -169,14 +172,24 @@ def split_output(
     return results
 
 
-def _max_pooled(version: TableVersion, request: ParsedRequest, rows: Mapping[str, Floats]) -> dict[str, Floats]:
-    """The maximum of each column over the rows of every bag; zeros for an empty bag."""
-    pooled = {}
-    for number, each in request.items():
-        name, starts_B = version.features[number], each.starts_B
-        assert starts_B is not None
-        filled_B = np.diff(starts_B, append=len(each.ids_N)) > 0
-        pooled[name] = np.zeros((len(starts_B), version.dims[number]), np.float32)
-        if filled_B.any():  # without empty bags, each ends where the next begins
-            pooled[name][filled_B] = np.maximum.reduceat(rows[name], starts_B[filled_B], axis=0)
-    return pooled
+def _max_pooled(version: TableVersion, number: int, request: FeatureRequest) -> Floats:
+    """The maximum of each column over the rows of every bag; zeros for an empty bag. Takes `_MAX_BYTES` of rows at a time."""
+    name, dim, starts_B, count = version.features[number], version.dims[number], request.starts_B, len(request.ids_N)
+    assert starts_B is not None
+    filled_K = np.flatnonzero(np.diff(starts_B, append=count) > 0)
+    starts_K, each = starts_B[filled_K], max(1, _MAX_BYTES // (4 * dim))  # without empty bags, each ends where the next begins
+    pooled_KD = np.full((len(filled_K), dim), -np.inf, np.float32)
+    for first in range(0, count if len(filled_K) else 0, each):
+        ids_N = request.ids_N[first : first + each]
+        try:
+            (rows,) = look_up_batch(version, [{number: FeatureRequest(ids_N, None, None)}])
+        except BadInput as error:
+            found: Any = error
+            raise id_without_row(name, found.rows, found.position + first, found.id) from None
+        begin, end = np.searchsorted(starts_K, (first, first + len(ids_N)))
+        begin -= begin == len(starts_K) or starts_K[begin] > first  # a bag goes on
+        found_KD = np.maximum.reduceat(rows[name], np.maximum(starts_K[begin:end] - first, 0), axis=0)
+        np.maximum(pooled_KD[begin:end], found_KD, out=pooled_KD[begin:end])
+    pooled_BD = np.zeros((len(starts_B), dim), np.float32)
+    pooled_BD[filled_K] = pooled_KD
+    return pooled_BD

@@ -44,7 +44,7 @@ from .supervisor import Supervisor
 from .version import RowDelta, TableVersion
 
 if TYPE_CHECKING:
-    from thermocline.kernels.serve.cpu import UnpooledLookup
+    from thermocline.kernels.serve.wire_cpu import WireLookup
 
 Array = NDArray[Any]
 _VERSIONS = itertools.count(1)  # numbers of loaded versions, for shard processes and other hosts
@@ -313,10 +313,10 @@ class ShardGroup:
             found |= {number: _look_up_alone(version, request) for number, request in parsed.items()}
         return [found[number] for number in range(len(requests))]
 
-    def unpooled(self, feature: str) -> tuple[str, UnpooledLookup | None]:
-        """The current version's name, and its kernel for unpooled rows of a feature, if there is one: for the fast path."""
+    def wire_lookup(self) -> tuple[str, WireLookup | None]:
+        """The current version's name, and its kernels for the fast path, if there are any."""
         version = self.current
-        return version.name, version.unpooled.get(feature)
+        return version.name, version.wire_lookup
 
     def lookup(
         self, inputs: Mapping[str, Array | Tensor | Sequence[int]], outputs: Sequence[str] = ()

@@ -34,7 +34,7 @@ from .row_split import Rows, TableSplit
 from .segments import Bytes, ServedTable, ShardedTableLayout, ShardLayout, SharedSegment, Words, make_layout
 
 if TYPE_CHECKING:
-    from thermocline.kernels.serve.cpu import UnpooledLookup
+    from thermocline.kernels.serve.wire_cpu import WireLookup
     from thermocline.serve.remote.remote_hosts import RemoteFetch, RemoteSegment
 
 Tally = NDArray[np.int64]
@@ -112,13 +112,14 @@ class TableVersion:
         return [self.layout.tables[n].table.dim for n in self.tables]
 
     @cached_property
-    def unpooled(self) -> dict[str, UnpooledLookup]:
-        """Kernels of the server's fast path, for features on a CPU whose ids are row numbers."""
-        if self.device.type != "cpu" or self.maps is not None or self.fetch is not None:
-            return {}
-        from thermocline.kernels.serve.cpu import UnpooledLookup  # deferred: imports numba, which a GPU server does not need
+    def wire_lookup(self) -> WireLookup | None:
+        """The kernels of the server's fast path, for tables on this machine's CPU."""
+        if self.device.type != "cpu" or self.fetch is not None or not (self.maps is None or type(self.maps) is IdMaps):
+            return None
+        from thermocline.kernels.serve.wire_cpu import WireLookup  # deferred: imports numba, which a GPU server does not need
 
-        return {feature: UnpooledLookup(self.placed, n, self.tally_S) for n, feature in enumerate(self.features)}
+        maps = None if self.maps is None else (self.maps.fields_FM, self.maps.words, self.maps.counts)
+        return WireLookup(self.placed, self.features, [self.modes[each] for each in self.features], maps, self.tally_S)
 
     def known(self, feature: int, ids_N: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which ids of an elastic feature have rows of their own."""
@@ -147,10 +148,7 @@ class TableVersion:
                 self._look_up_on_gpu(bags, out)
         except IdOutOfRange as error:
             position, feature = error.position - int(_starts(bags)[error.feature]), self.features[error.feature]
-            raise BadInput(
-                f"feature {feature!r} has ids 0 to {error.rows - 1}, but the id at position {position} is {error.id}",
-                feature=feature, rows=error.rows, position=position, id=error.id,
-            ) from None  # fmt: skip
+            raise id_without_row(feature, error.rows, position, error.id) from None
         except ShardMissing as error:
             raise ShardDown(error.shard) from None
 
@@ -174,6 +172,12 @@ class TableVersion:
         overlay = _make_overlay(self.layout, changed, self.device) if changed else None
         maps = self.maps if id_maps is None else _make_maps(self.layout, id_maps, self.device)
         return replace(self, name=name, overlay=overlay, dense=self.dense if dense is None else dense, maps=maps)
+
+
+def id_without_row(feature: str, rows: int, position: int, id: int) -> BadInput:
+    """The error of an id, given its position among the ids of its feature in a request."""
+    words = f"feature {feature!r} has ids 0 to {rows - 1}, but the id at position {position} is {id}"
+    return BadInput(words, feature=feature, rows=rows, position=position, id=id)
 
 
 def _device_of(segments: Sequence[Tensor | RemoteSegment | None]) -> torch.device:
