@@ -216,11 +216,11 @@ class UnpooledLookup:
     """Rows of one feature, unpooled, looked up by addresses: the kernel entry of the server's fast path.
 
     Pointers to the tables are collected once, and each thread keeps its scratch memory: `gather_pool` takes three times as long
-    as 64 rows. `tally_C`: lookups of each shard and of the overlay, counted here.
+    as 64 rows. `tally_C`: lookups of each shard and of the overlay, counted here. `pin` is held as long as rows may be read.
     """
 
-    def __init__(self, placed: ShardedTables, feature: int, tally_C: NDArray[np.int64]) -> None:
-        self._alive = placed, tally_C  # addresses of both are used
+    def __init__(self, placed: ShardedTables, feature: int, tally_C: NDArray[np.int64], pin: object = None) -> None:
+        self._alive = placed, tally_C, pin  # addresses of the first two are used
         self._shards, self.dim = placed.shards, int(placed.fields_FN[feature, S.DIM])
         own = placed.fields_FN[feature], placed.bases_FC[feature]
         fields, *others = addresses("qBqiqq", own[0], placed.rotations, placed.words, placed.counts, own[1], _ROW_OFFSETS)

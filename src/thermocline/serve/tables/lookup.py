@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.kernels.serve.fields import ServedBags
+from thermocline.serve.errors import ShardDown
 
 from .requests import FeatureRequest, ParsedRequest
 from .version import TableVersion
@@ -69,6 +70,14 @@ def look_up_batch(version: TableVersion, requests: Sequence[ParsedRequest]) -> l
         for result, outputs in zip(results, found, strict=True):
             result.update(outputs)
     return results
+
+
+def look_up_alone(version: TableVersion, request: ParsedRequest) -> LookupResult | Exception:
+    """The result of one request, or its error."""
+    try:
+        return look_up_batch(version, [request])[0]
+    except (BadInput, ShardDown) as error:
+        return error.with_traceback(None)  # its frames hold the version, which a publish waits for
 
 
 def _mode(version: TableVersion, number: int, request: FeatureRequest) -> int:
