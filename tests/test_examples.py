@@ -15,9 +15,10 @@ SMALL = {
     "dlrm_one_card": ({"samples": 4000}, "by heat"),
     "plan_cluster": ({"count": 3}, "tier 3"),
     "serve_and_query": ({"steps": 2}, "equal to the rows of the checkpoint"),
+    "train_and_serve": ({"changes": 1}, "trained and served"),
     "lightning_trainer": ({"samples": 600}, "codes"),
 }
-NEEDS = {"lightning_trainer": "lightning", "serve_and_query": "tritonclient"}
+NEEDS = {"lightning_trainer": "lightning", "serve_and_query": "tritonclient", "train_and_serve": "tritonclient"}
 UNDER_TORCHRUN = {"sequence_many_gpus"}  # tests/distributed/test_example.py
 
 
@@ -28,10 +29,10 @@ def load(name):
     return module
 
 
-def test_there_are_at_most_six_scripts_and_all_are_run_here():
+def test_there_are_at_most_seven_scripts_and_all_are_run_here():
     names = {file.stem for file in FOLDER.glob("*.py")}
     assert names == set(SMALL) | UNDER_TORCHRUN
-    assert len(names) <= 6
+    assert len(names) <= 7
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thermocline.publishing.selection import SendBudget, RowAges, choose, waiting_ages
+from thermocline.publishing.selection import RowAges, SendBudget, choose, waiting_ages
 from thermocline.serve.publishing.staleness import PublishAge
 
 

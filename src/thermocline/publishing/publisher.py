@@ -33,7 +33,7 @@ from thermocline.serve.remote.rendezvous import read_secret, read_tls
 from thermocline.serve.remote.session import read_address
 
 from .changed_rows import ModuleRows
-from .selection import SendBudget, RowAges, choose, waiting_ages
+from .selection import RowAges, SendBudget, choose, waiting_ages
 from .server_link import LinkTarget, ServerLink, ServerState
 
 SHARE = 0.02  # of the training time that publishing may take on the training thread
