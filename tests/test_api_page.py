@@ -30,7 +30,10 @@ RAISE_NOTHING = {
     "thermocline.plan.explain", "thermocline.plan.fingerprint", "thermocline.plan.plan_page", "thermocline.plan.unify",
     "thermocline.distributed.calibrate", "thermocline.heat.compare_profiles", "thermocline.heat.heat_page",
 }  # fmt: skip
-MADE_BY_THE_LIBRARY = {"thermocline.distributed.ShardedCollection"}  # classes whose constructors are private
+MADE_BY_THE_LIBRARY = {
+    "thermocline.Publisher",
+    "thermocline.distributed.ShardedCollection",
+}  # private constructors
 
 
 def public():

@@ -15,10 +15,16 @@ SMALL = {
     "dlrm_one_card": ({"samples": 4000}, "by heat"),
     "plan_cluster": ({"count": 3}, "tier 3"),
     "serve_and_query": ({"steps": 2}, "equal to the rows of the checkpoint"),
+    "train_and_serve": ({"changes": 1}, "trained and served"),
     "lightning_trainer": ({"samples": 600}, "codes"),
     "memory_llama": ({"steps": 2}, "MemoryQwen: equal after loading"),
 }
-NEEDS = {"lightning_trainer": "lightning", "memory_llama": "transformers", "serve_and_query": "tritonclient"}
+NEEDS = {
+    "lightning_trainer": "lightning",
+    "memory_llama": "transformers",
+    "serve_and_query": "tritonclient",
+    "train_and_serve": "tritonclient",
+}
 UNDER_TORCHRUN = {"sequence_many_gpus"}  # tests/distributed/test_example.py
 
 

@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "checkpoint": {"rows", "plan", "nn", "kernels", "ids", "heat", "distributed"},
     "models": {"kernels"},
     "train": {"data", "models", "nn", "rows", "ids", "heat", "plan", "distributed", "report", "checkpoint"},
+    "publishing": {"rows", "plan", "nn", "kernels", "distributed", "checkpoint", "serve"},
     "serve": {"rows", "ids", "plan", "checkpoint", "kernels", "heat", "report"},
 }
 LIBRARY = set(MAY_IMPORT)

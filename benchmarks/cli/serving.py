@@ -58,6 +58,21 @@ def chaos(
     measure(json, quiet, lambda progress: bench.run(minutes, progress))
 
 
+@app.command(epilog="Example:  python -m benchmarks freshness --json freshness.json")
+def freshness(
+    data: Logs = DEFAULT_DATA,
+    filter: Filter = None,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Publish from a trainer to a server: step to lookups, reads meanwhile, memory, and a tenth of the bytes on real logs."""
+    from benchmarks.freshness import benchmark as bench
+
+    measure(json, quiet, lambda progress: bench.run(data, filter, quick, progress))
+
+
 @app.command(epilog="Example:  python -m benchmarks fuzz --json fuzz.json")
 def fuzz(
     mutations: Annotated[

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from thermocline.checkpoint import load, load_into, resume, save, save_async
     from thermocline.distributed.replanning.replan import replan
     from thermocline.distributed.shard import shard_
-    from thermocline.errors import BadGradient, BadInput, FormatError, IdOutOfRange, ThermoclineError
+    from thermocline.errors import BadGradient, BadInput, BadPublish, FormatError, IdOutOfRange, ThermoclineError
     from thermocline.ids.idmap import IdMap
     from thermocline.nn.collection import EmbeddingCollection, Table, unify
     from thermocline.nn.config import RowConfig
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from thermocline.nn.rows_module import fused_optimizer
     from thermocline.plan.make import make_plan
     from thermocline.plan.model import Plan
+    from thermocline.publishing.publisher import Publisher, publish
     from thermocline.rows.arena import Arena
     from thermocline.rows.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
     from thermocline.rows.precision import PRECISIONS, bytes_per_row
@@ -32,10 +33,11 @@ __version__ = "0.1.0"
 """The version of this package."""
 
 __all__ = [
-    "PRECISIONS", "SGD", "Adagrad", "Adam", "Arena", "BadGradient", "BadInput", "Embedding", "EmbeddingBag",
-    "EmbeddingCollection", "FormatError", "IdMap", "IdOutOfRange", "Plan", "RowConfig", "RowwiseAdagrad", "Table", "TableSpec",
-    "ThermoclineError", "Trainer", "__version__", "bytes_per_row", "convert_", "fused_optimizer", "load", "load_into", "lookup",
-    "make_plan", "replan", "resume", "revert_", "save", "save_async", "shard_", "synchronize", "unify",
+    "PRECISIONS", "SGD", "Adagrad", "Adam", "Arena", "BadGradient", "BadInput", "BadPublish", "Embedding", "EmbeddingBag",
+    "EmbeddingCollection", "FormatError", "IdMap", "IdOutOfRange", "Plan", "Publisher", "RowConfig", "RowwiseAdagrad",
+    "Table", "TableSpec", "ThermoclineError", "Trainer", "__version__", "bytes_per_row", "convert_", "fused_optimizer",
+    "load", "load_into", "lookup", "make_plan", "publish", "replan", "resume", "revert_", "save", "save_async", "shard_",
+    "synchronize", "unify",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

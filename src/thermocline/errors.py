@@ -7,6 +7,7 @@
         ├── BadPadding        a padding_idx that is no row (also an AssertionError)
         ├── BadMode           per_sample_weights with a mode that takes none (also a NotImplementedError)
         ├── BadGradient       a gradient that would turn a row into NaN or Inf
+        ├── BadPublish        rows that a server refuses
         └── FormatError       a file or buffer that is not what it claims to be
 
 Every mistake of a caller is a `ValueError`; those that `torch.nn` knows are also of torch's type, for existing handlers.
@@ -219,3 +220,22 @@ class FormatError(BadInput):
         except thermocline.FormatError as error:
             print(error)
     """
+
+
+class BadPublish(BadInput):
+    """A publish that a server refuses, or a trainer does not send.
+
+    Attributes:
+        reason: "values" (NaN or Inf), "model" (other tables), "run" (of another training run), "order" (publishes between are
+            missing), "replay" (an earlier publish again), "damaged", or "held" (the server was rolled back).
+
+    Example::
+
+        try:
+            publisher.step()
+        except thermocline.BadPublish as error:
+            print(error.reason)
+    """
+
+    def __init__(self, message: str, reason: str, **fields: Any) -> None:
+        super().__init__(message, reason=reason, **fields)

@@ -356,3 +356,18 @@ def open_and_train(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) 
     then = slots_and_rows(model)[2]
     steps(model, dense, rank, size, 8, 11)
     return then, slots_and_rows(model)[2]
+
+
+def train_and_publish(
+    rank: int, size: int, plan: Any, heat: Any, settings: Any, folder: str, address: str, secret: str
+) -> list[Any]:  # fmt: skip
+    """Train and publish, a few steps at a time; then a checkpoint of the moment of the last publish."""
+    model, dense, _ = made(plan, heat, settings)
+    with tc.publish(model, folder, to=address, dense=True, secret_file=secret, interval=0.0) as publisher:
+        done = [publisher.flush(120.0)]
+        for first in range(0, 9, 3):
+            steps(model, dense, rank, size, first, first + 3)
+            publisher.step()
+            done.append(publisher.flush(120.0))
+        tc.save(model, folder + " expected")
+        return [publisher.number, done, [each.state for each in publisher.servers]]

@@ -14,10 +14,10 @@ import torch
 import thermocline
 from support import has
 from thermocline import BadInput, IdMap
+from thermocline.checkpoint.publishes.row_delta import RowDelta
 from thermocline.models import DLRM
 from thermocline.serve.errors import NotReady
 from thermocline.serve.tables.shard_group import ShardGroup
-from thermocline.serve.tables.version import RowDelta
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -42,6 +43,7 @@ from .format.module_entries import NamedModule, find_modules, module_entry
 from .format.state_files import patches
 from .format.write import SLOTS, STATE, collect_reports, write_report, write_sections, write_tensors
 from .live_rows import LiveRows
+from .publishes.log import PUBLISH_STATE, token_number
 from .ranks import CheckpointRanks
 from .reader import Checkpoint
 from .snapshot import Snapshot
@@ -175,6 +177,7 @@ class SaveJob:
         continues = incremental and _continues(before, [base for _, base in results])
         self._old = Checkpoint(folder, before) if continues and before is not None else None
         self._number = 1 if before is None else before.saves[-1].number + 1
+        self._tensors |= self._publish_state()
         try:
             ranks.on_all(self._take_changes)
             if background:
@@ -190,6 +193,14 @@ class SaveJob:
         except BaseException:  # an interrupt, too: the folder is locked
             self.abandon()
             raise
+
+    def _publish_state(self) -> dict[str, Tensor]:
+        """The publish that this save contains. Names the save: a later one of a trainer without a publisher has none."""
+        published = self._modules[0].arena.unpublished
+        self._published = None if published is None else published.number
+        if published is None:
+            return {}
+        return {PUBLISH_STATE: torch.tensor([published.run, published.number, token_number(self.token)])}
 
     def _base(self) -> str | None:
         """Token of the save from which all modules of this rank count changes."""
@@ -281,6 +292,8 @@ class SaveJob:
             return self._manifest.model_copy(update={"saves": (*chain, save)})
 
         publish(self.folder, self.subfolder, make, self._keep)
+        if self._published is not None and (counts := self._modules[0].arena.unpublished) is not None:
+            counts.saved = str(self.folder), self._published
 
     def abandon(self) -> None:
         """Undo a failed save: changes count from the save before again."""

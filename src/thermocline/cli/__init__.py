@@ -21,7 +21,7 @@ import typer
 from thermocline import __version__
 from thermocline.errors import ThermoclineError
 
-from . import calibrate, checkpoint, data, doctor, estimate, heat, plan, serve, simulate, train, verify
+from . import calibrate, checkpoint, data, doctor, estimate, heat, plan, publishes, serve, simulate, train, verify
 from .options import Debug
 
 BAD_INPUT, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
@@ -45,6 +45,9 @@ app.add_typer(heat.app, name="heat")
 app.add_typer(plan.app, name="plan")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(serve.app, name="serve")
+serve.app.command(name="publishes", epilog=publishes.LIST)(publishes.show)
+serve.app.command(name="rollback", epilog=publishes.ROLL_BACK)(publishes.roll_back)
+serve.app.command(name="resume", epilog=publishes.RESUME)(publishes.resume)
 
 
 def _print_version(wanted: bool) -> None:

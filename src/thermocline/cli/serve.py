@@ -53,6 +53,10 @@ Host = Annotated[str, typer.Option("--host", help="Address to listen on (0.0.0.0
 HttpPort = Annotated[int, typer.Option("--http-port", min=0, max=65_535, help="Port for HTTP (0 picks a free port).")]
 GrpcPort = Annotated[int, typer.Option("--grpc-port", min=0, max=65_535, help="Port for gRPC (0 picks a free port).")]
 Follow = Annotated[float, typer.Option("--follow", min=0.0, help="Seconds between checks for newer saves (0: never).")]
+PublishPort = Annotated[
+    int | None,
+    typer.Option("--publish-port", min=0, max=65_535, help="Port for trainers that publish rows (0 picks a free port)."),
+]
 Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Maximum queue delay of a batch, in milliseconds.")]
 Queue = Annotated[int, typer.Option("--queue", min=1, help="Maximum number of queued requests; more are refused.")]
 MaxIds = Annotated[int, typer.Option("--max-ids", min=1, help="Maximum number of ids in one request.")]
@@ -90,7 +94,10 @@ AllowHost = Annotated[list[str] | None, typer.Option("--allow-host", help="A hos
 SecretFile = Annotated[
     Path | None,
     typer.Option(
-        "--secret-file", metavar="FILE", envvar="THERMOCLINE_SECRET_FILE", help="File with the secret of all hosts of a server."
+        "--secret-file",
+        metavar="FILE",
+        envvar="THERMOCLINE_SECRET_FILE",
+        help="File with the secret of all hosts of a server, and of trainers.",
     ),
 ]
 
@@ -107,6 +114,7 @@ def run(
     http_port: HttpPort = 8000,
     grpc_port: GrpcPort = 8001,
     follow: Follow = 0.0,
+    publish_port: PublishPort = None,
     wait: Wait = 0.0,
     queue: Queue = 1024,
     max_ids: MaxIds = 1 << 18,
@@ -148,7 +156,15 @@ def run(
         in_flight=max_in_flight << 20,
     )  # fmt: skip
     server_config = ServerConfig(
-        host, http_port, grpc_port, credentials, limits, follow, model_control == "explicit", tuple(allow_host or ())
+        host,
+        http_port,
+        grpc_port,
+        credentials,
+        limits,
+        follow,
+        model_control == "explicit",
+        publish_port,
+        tuple(allow_host or ()),
     )
     _exit(_serve(folder, config, server_config, json, quiet))
 
@@ -187,10 +203,13 @@ def _exit(done: bool) -> None:
 
 def _announce(server: InferenceServer, config: ServerConfig, json: str | None, quiet: bool) -> None:
     host, http, grpc = config.host, server.http_port, server.grpc_port
-    with deliver({"host": host, "http_port": http, "grpc_port": grpc, "pid": os.getpid()}, json, quiet) as shown:
+    publish = server.publish_port
+    found = {"host": host, "http_port": http, "grpc_port": grpc, "publish_port": publish, "pid": os.getpid()}
+    with deliver(found, json, quiet) as shown:
         if shown:
             scheme = "http" if config.credentials.certificate is None else "https"
-            console().print(f"ready: {scheme}://{host}:{http}  grpc {host}:{grpc}", markup=False)
+            also = "" if publish is None else f"  publish {host}:{publish}"
+            console().print(f"ready: {scheme}://{host}:{http}  grpc {host}:{grpc}{also}", markup=False)
 
 
 def _runs_shard_host(folder: Path) -> bool:

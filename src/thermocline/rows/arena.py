@@ -32,7 +32,7 @@ from thermocline.kernels.slots import read_pointed
 from . import cache as slot_cache
 from . import fused_quantized as fused
 from .cache import RecentCounts
-from .change_bitmap import Changes
+from .change_bitmap import Changes, UpdateCounts
 from .memory import MemoryUsage, kept_for, pin, size_of, table_zeros
 from .staging import Stage
 from .table_spec import TableSpec, place
@@ -92,6 +92,7 @@ class Arena:
         self.predicted: tuple[float, int, int] | None = None  # hit rate that the heat of `warm` predicts; lookups and hits then
         self._moved: dict[str, int] = {}  # counts of earlier stages
         self.changes: Changes | None = None  # rows that changed since an incremental save
+        self.unpublished: UpdateCounts | None = None  # changes of rows since they were published
         self.before_write_hook: Callable[[Tensor], None] | None = None  # gets rows before they change, during a snapshot
         # ties a lookup that does not train into the graph
         self.untrained_placeholder = torch.zeros(1, dtype=torch.float32, device=device)
@@ -133,6 +134,8 @@ class Arena:
         }
         if self.changes is not None:
             parts["maps"] += size_of(self.changes.bits)
+        if self.unpublished is not None:
+            parts["maps"] += size_of(self.unpublished.counts_R)
         if self._stage is not None:
             parts["staging"] = self._stage.bytes
         return MemoryUsage(parts, 4 * self.elements, size_of(self.codes) if self.codes.device != self.device else 0)
@@ -203,7 +206,7 @@ class Arena:
 
     def __getstate__(self) -> dict[str, Any]:
         self.unstage()
-        return self.__dict__ | {"before_write_hook": None}  # copies have other arrays
+        return self.__dict__ | {"before_write_hook": None, "unpublished": None}  # copies have other arrays
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -295,13 +298,15 @@ class Arena:
         """Record that these arena rows are about to change."""
         if self.changes is not None:
             self.changes.mark(rows_N)
+        if self.unpublished is not None:
+            self.unpublished.mark(rows_N)
         if self.before_write_hook is not None:
             self.before_write_hook(rows_N)
 
     @property
     def tracks_writes(self) -> bool:
         """Whether `before_write` has an effect."""
-        return self.changes is not None or self.before_write_hook is not None
+        return self.changes is not None or self.unpublished is not None or self.before_write_hook is not None
 
     def views(self, table: int) -> tuple[Tensor, Tensor, int, int, int]:
         """(views of a table's codes and meta words, its first arena row, format, dimension)."""

@@ -41,8 +41,8 @@ class RankingModel:
     def __init__(self, group: ShardGroup, name: str = "rank") -> None:
         self.group, self.name = group, name
         self.outputs = [TensorMetadata(SCORE, "FP32", (-1,))]
-        self._scorer = lru_cache(maxsize=1)(make_scorer)
-        self._scorer(group.current)
+        self._scored: Mapping[str, Tensor] | None = None  # of the scorer; a version would seem to be read
+        self._last = self._scorer(group.current)
 
     @property
     def version(self) -> str:
@@ -51,6 +51,12 @@ class RankingModel:
     @property
     def inputs(self) -> Sequence[TensorMetadata]:
         return self._scorer(self.group.current).inputs
+
+    def _scorer(self, version: TableVersion) -> DlrmScorer | SequenceScorer:
+        """The scorer of a version: the last one, unless dense tensors have changed."""
+        if self._scored is not version.dense:
+            self._last, self._scored = make_scorer(version), version.dense
+        return self._last
 
     @torch.no_grad()
     def infer(self, requests: Sequence[Mapping[str, Array]]) -> list[LookupResult | Exception]:

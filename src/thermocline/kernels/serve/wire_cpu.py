@@ -188,11 +188,13 @@ class WireLookup:
         modes: how each is pooled
         maps: fields, words and counts of the features' id maps, or None
         tally_C: lookups of each shard and of the overlay, counted here
+        pin: held as long as rows may be read
     """
 
     def __init__(
-        self, placed: ShardedTables, names: Sequence[str], modes: Sequence[int], maps: Sequence[Tensor] | None, tally_C: Any
-    ) -> None:
+        self, placed: ShardedTables, names: Sequence[str], modes: Sequence[int], maps: Sequence[Tensor] | None, tally_C: Any,
+        pin: object = None,
+    ) -> None:  # fmt: skip
         kinds = (("", W.IDS), (".offsets", W.OFFSETS), (".weights", W.WEIGHTS))
         names_SN, text = W.name_table([((name + end).encode(), n, kind) for n, name in enumerate(names) for end, kind in kinds])
         heads = [W.output_head(name.encode()) for name in names]
@@ -200,7 +202,7 @@ class WireLookup:
         sizes_F = np.array([len(head) for head in heads])
         starts_F = addresses("B", text_B)[0] + len(text) + np.cumsum(sizes_F) - sizes_F
         heads_FH = np.stack([starts_F, sizes_F, np.array(modes)], 1).astype(np.int64)
-        self._alive = placed, tally_C, names_SN, text_B, heads_FH, maps  # addresses of all are used
+        self._alive = placed, tally_C, names_SN, text_B, heads_FH, maps, pin  # addresses of all but the pin are used
         self._request_N = np.zeros(3 * len(names) * (1 + W.INPUT) + W.HEAD, np.int64)
         self._head, self._shards = self._request_N[3 * len(names) :][: W.HEAD], placed.shards
         tables = (placed.fields_FN, placed.rotations, placed.words, placed.counts, placed.bases_FC, ROW_OFFSETS)

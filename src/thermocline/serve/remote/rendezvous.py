@@ -80,7 +80,7 @@ def join_rendezvous() -> Rendezvous | None:
     rank, hosts = host_rank_and_count()
     if hosts == 1:
         return None
-    secret, tls = _secret(), _tls()
+    secret, tls = read_secret(), read_tls()
     from torch.distributed.rendezvous import rendezvous  # deferred: a single host needs no torch here
 
     store, rank, hosts = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
@@ -90,11 +90,12 @@ def join_rendezvous() -> Rendezvous | None:
     return Rendezvous(rank, hosts, store, address, secret, tls)
 
 
-def _secret() -> bytes:
-    name = os.environ.get("THERMOCLINE_SECRET_FILE", "")
+def read_secret(file: str | os.PathLike[str] | None = None) -> bytes:
+    """The secret in a file, by default the one that THERMOCLINE_SECRET_FILE names."""
+    name = os.environ.get("THERMOCLINE_SECRET_FILE", "") if file is None else os.fspath(file)
     way_out = "write at least 16 random bytes to a file on every host, readable by you alone, and give --secret-file FILE"
     if not name:
-        words = "several hosts need a secret: " + way_out
+        words = "hosts and trainers prove a secret to each other: " + way_out
         raise BadInput(f"{words}, or set THERMOCLINE_SECRET_FILE", parameter="--secret-file")
     secret = read_bytes(name, _MAX_SECRET).strip()
     if len(secret) < _MIN_SECRET:
@@ -102,7 +103,8 @@ def _secret() -> bytes:
     return secret
 
 
-def _tls() -> HostTls | None:
+def read_tls() -> HostTls | None:
+    """Certificate, key and CA that THERMOCLINE_TLS_CERT, _KEY and _CA name."""
     files = [os.environ.get(f"THERMOCLINE_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
     if any(files) and not all(files):
         raise BadInput("TLS between hosts needs THERMOCLINE_TLS_CERT, _KEY and _CA", parameter="THERMOCLINE_TLS_CA")

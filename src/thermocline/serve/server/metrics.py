@@ -12,12 +12,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from thermocline.serve.served_model import ShardStatus
+
+if TYPE_CHECKING:
+    from thermocline.serve.publishing.staleness import Staleness
 
 SECONDS = 120  # of the history
 STAGES = ("read", "queue", "infer", "write", "all")
@@ -86,6 +89,7 @@ class ModelSnapshot:
     version: str
     queued: int
     shards: tuple[ShardStatus, ...]
+    staleness: Staleness | None = None  # of a model that was published to
 
     @property
     def imbalance(self) -> float:
@@ -143,13 +147,33 @@ class ServerMetrics:
                 held.add_metric(labels, shard.bytes)
             imbalance.add_metric((model.name,), model.imbalance)
             queued.add_metric((model.name,), model.queued)
-            version.add_metric((model.name, model.version), 1)
+            version.add_metric((model.name, model.version.partition("+")[0]), 1)  # publishes would be a series each
+        yield from self._publishes()
         yield from (seconds, answered, ids, batches, lookups, ready, held, imbalance, queued, version)
         yield GaugeMetricFamily("thermocline_in_flight_bytes", "Requests and responses in memory.", self.in_flight())
         dropped = CounterMetricFamily("thermocline_dropped_connections", "Connections closed by reason.", labels=("reason",))
         for reason in DROP_REASONS:
             dropped.add_metric((reason,), self.dropped[reason])
         yield dropped
+
+    def _publishes(self) -> Iterator[Metric]:
+        """What servers know of the trainers that publish to them."""
+        number = GaugeMetricFamily("thermocline_publish", "Number of the publish that is served.", labels=("model",))
+        age = GaugeMetricFamily(
+            "thermocline_staleness_seconds", "Age of served rows by lookups.", labels=("model", "quantile")
+        )  # fmt: skip
+        latency = GaugeMetricFamily(
+            "thermocline_publish_seconds", "From the step to lookups, of the last publish.", labels=("model",)
+        )  # fmt: skip
+        rows = CounterMetricFamily("thermocline_published_rows", "Rows that publishes changed.", labels=("model",))
+        for model in self.watch():
+            if (known := model.staleness) is not None:
+                number.add_metric((model.name,), known.publish)
+                age.add_metric((model.name, "0.5"), known.p50)
+                age.add_metric((model.name, "0.99"), known.p99)
+                latency.add_metric((model.name,), known.seconds)
+                rows.add_metric((model.name,), known.rows)
+        yield from (number, age, latency, rows)
 
 
 class MetricsSample(NamedTuple):

@@ -39,8 +39,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}", re.ASCII)
 
 
 def is_version(version: str, requested: str) -> bool:
-    """Whether a version satisfies a request for `requested`: 3.7 is also 3."""
-    return requested in ("", version, version.partition(".")[0])
+    """Whether a version satisfies a request for `requested`: 3.7+12, publish 12 after save 3.7, is also 3.7 and 3."""
+    saved = version.partition("+")[0]
+    return requested in ("", version, saved, saved.partition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,9 @@ class ModelRepository:
     def _snapshots(self) -> Iterator[ModelSnapshot]:
         for each in self.all_served():
             shards = () if each.owner else tuple(each.model.shards())  # companions share the shards of their owner
-            yield ModelSnapshot(each.model.name, each.version, each.batcher.queued, shards)
+            publishes = getattr(each.model, "publishes", None)
+            staleness = None if publishes is None else publishes.staleness()
+            yield ModelSnapshot(each.model.name, each.version, each.batcher.queued, shards, staleness)
 
     @property
     def ready(self) -> bool:

@@ -13,7 +13,9 @@ import signal
 from collections.abc import Callable
 from logging import WARNING
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from thermocline.errors import BadInput
 
 from .config import LOOPBACK, ServerConfig
 from .grpc_server import bind, make_server
@@ -22,6 +24,9 @@ from .inference_service import InferenceService
 from .json_log import log
 from .metrics import MetricsHistory
 from .model_repository import ModelRepository
+
+if TYPE_CHECKING:
+    from thermocline.serve.publishing.listener import PublishListener
 
 QUIET_SECONDS, MAX_REFUSING_SECONDS = 0.2, 1.0  # at shutdown: no request for this long, and the maximum
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
@@ -37,8 +42,10 @@ class InferenceServer:
         self._history = MetricsHistory(repository.metrics)
         self._tasks: list[asyncio.Task[None]] = []
         self.http_port = self.grpc_port = 0
+        self.publish_port: int | None = None
         self._grpc: Any = None
         self._http: HttpServer | None = None
+        self._publishes: PublishListener | None = None
 
     async def start(self) -> None:
         """Open both ports."""
@@ -48,6 +55,9 @@ class InferenceServer:
         self.grpc_port = bind(self._grpc, config.host, config.grpc_port, config.credentials)
         self.http_port = await self._http.start(config.host, config.http_port)
         await self._grpc.start()
+        if config.publish_port is not None:
+            self._publishes = _listen_for_publishes(self.repository, config.host, config.publish_port)
+            self.publish_port = self._publishes.port
         loop = asyncio.get_running_loop()
         self._tasks.append(loop.create_task(self._sample()))
         if config.follow:
@@ -81,6 +91,8 @@ class InferenceServer:
         """Finish requests in flight, refuse new ones, close the models."""
         log("draining")
         self.repository.draining = True
+        if self._publishes is not None:
+            self._publishes.close()
         for task in self._tasks:
             task.cancel()
         await self._refuse_requests()
@@ -97,6 +109,18 @@ class InferenceServer:
         while (failed := self._service.failed) != before and monotonic() < end:
             before = failed
             await asyncio.sleep(QUIET_SECONDS)
+
+
+def _listen_for_publishes(repository: ModelRepository, host: str, port: int) -> PublishListener:
+    from thermocline.serve.publishing.listener import PublishListener  # deferred: imports torch
+    from thermocline.serve.remote.rendezvous import read_secret, read_tls
+
+    def find(name: str) -> Any:
+        if (found := getattr(repository.served(name).model, "publishes", None)) is None:
+            raise BadInput(f"model {name!r} takes no publishes", model=name)
+        return found
+
+    return PublishListener(find, host, port, read_secret(), read_tls())
 
 
 def run(make: Callable[[], ModelRepository], config: ServerConfig, ready: Callable[[InferenceServer], None]) -> bool:

@@ -74,6 +74,7 @@ def _numbers(service: InferenceService, history: MetricsHistory) -> dict[str, An
                 "version": each.version,
                 "queued": each.queued,
                 "imbalance": each.imbalance,
+                "staleness": None if each.staleness is None else each.staleness._asdict(),
                 "cards": [shard._asdict() for shard in each.shards],
             }
             for each in service.metrics.watch()
@@ -143,9 +144,21 @@ def _model(model: Status) -> Html:
     return section(
         f"{model['name']}, version {model['version']}",
         facts({"queued": count(model["queued"]), "imbalance": Number(model["imbalance"], f"{model['imbalance']:.3f}")}),
+        facts(_freshness(model["staleness"])) if model.get("staleness") else "",
         table(heads, rows) if rows else "",
         figures(figure("Lookups by shard", bars("Lookups by shard", shown, count))) if total else "",
     )
+
+
+def _freshness(known: Status) -> dict[str, Number]:
+    """The age of what a model answers, by lookups, and its last publish."""
+    return {
+        "publish": count(known["publish"]),
+        "staleness, p50": seconds(known["p50"]),
+        "staleness, p99": seconds(known["p99"]),
+        "last publish, step to lookups": seconds(known["seconds"]),
+        "published rows": count(known["rows"]),
+    }
 
 
 def _round(value: float) -> float:

@@ -15,6 +15,7 @@ import torch
 from thermocline import formats as F
 from thermocline.checkpoint.format.manifest import Section
 from thermocline.checkpoint.format.tensor_files import damaged, sha256_of
+from thermocline.checkpoint.publishes.row_delta import RowDelta, merge_deltas
 from thermocline.checkpoint.reader import Checkpoint, Delta
 from thermocline.checkpoint.saved_ids import read_id_maps
 from thermocline.heat.profile import HeatProfile, add_up
@@ -26,7 +27,6 @@ from .load_job import FileSlice, LoadJob
 from .partition import RowHeat, split_tables
 from .row_split import Rows, TableSplit
 from .segments import Bytes, ServedTable, ShardedTableLayout, ShardLayout, Words
-from .version import RowDelta, merge_deltas
 
 _BLOCK = 1 << 16
 Put = Callable[[ShardedTableLayout, Rows, Bytes, Words], None]

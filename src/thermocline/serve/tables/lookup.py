@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.kernels.serve.fields import ServedBags
+from thermocline.serve.errors import ShardDown
 
 from .requests import KNOWN, FeatureRequest, ParsedRequest
 from .version import TableVersion, id_without_row
@@ -81,6 +82,14 @@ def look_up_batch(version: TableVersion, requests: Sequence[ParsedRequest]) -> l
         ordered = [{names[n]: result[names[n]] for n in each} for result, each in zip(results, requests, strict=True)]
         results = [LookupResult(each, version.name, old.on_request) for each, old in zip(ordered, results, strict=True)]
     return results
+
+
+def look_up_alone(version: TableVersion, request: ParsedRequest) -> LookupResult | Exception:
+    """The result of one request, or its error."""
+    try:
+        return look_up_batch(version, [request])[0]
+    except (BadInput, ShardDown) as error:
+        return error.with_traceback(None)  # its frames hold the version, which a publish waits for
 
 
 def _known(version: TableVersion, request: ParsedRequest) -> dict[str, Callable[[], Array]]:

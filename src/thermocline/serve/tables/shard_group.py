@@ -22,13 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thermocline import formats as F
-from thermocline.errors import BadInput
+from thermocline.checkpoint.publishes.row_delta import RowDelta
+from thermocline.errors import BadInput, FormatError
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.plan.model import Plan
 from thermocline.serve.errors import NotReady, ShardDown
 from thermocline.serve.frozen_tables import FrozenTables
+from thermocline.serve.publishing.published_model import PublishedModel
 from thermocline.serve.remote.remote_hosts import RemoteFetch, connect_remote_hosts
 from thermocline.serve.remote.rendezvous import shards_of
 from thermocline.serve.served_model import ShardStatus, TensorMetadata
@@ -36,17 +37,20 @@ from thermocline.serve.served_model import ShardStatus, TensorMetadata
 from . import gpu_shards
 from .checkpoint_source import CheckpointSource
 from .huge_pages import HugePageThread
-from .lookup import LookupResult, look_up_batch, warm_up
-from .memory_limits import check_fits, reserve
+from .in_place import check_deltas, put_deltas
+from .lookup import LookupResult, look_up_alone, look_up_batch, warm_up
+from .memory_limits import reserve
+from .reader_pins import RetiredVersions
 from .requests import KNOWN, OFFSETS, WEIGHTS, ParsedRequest, as_array, parse_request
 from .segments import Bytes, ShardedTableLayout, ShardLayout, SharedSegment, make_layout, put_rows
 from .supervisor import Supervisor
-from .version import RowDelta, TableVersion
+from .version import TableVersion
 
 if TYPE_CHECKING:
     from thermocline.kernels.serve.wire_cpu import WireLookup
 
 Array = NDArray[Any]
+GRACE_S = 0.05  # to wait for lookups of an earlier version before rows are written in place
 _VERSIONS = itertools.count(1)  # numbers of loaded versions, for shard processes and other hosts
 
 
@@ -92,6 +96,8 @@ class ShardGroup:
         self._current: TableVersion | None = None
         self._huge_pages = HugePageThread(())
         self._held = 0  # the number of the current version
+        self._retired = RetiredVersions()  # versions in the same segments, replaced by publishes
+        self.publishes = PublishedModel(self)
         self._source = source = CheckpointSource(folder)
         source.splits(shards, split, self._plan, self._heat)  # raises before processes are started
         self._hosts = connect_remote_hosts(self.device.type, shards)
@@ -124,6 +130,16 @@ class ShardGroup:
             raise NotReady(f"the shards of {self.name!r} were closed; the loaded version is not served")
 
     @property
+    def folder(self) -> Path:
+        """The checkpoint that is served."""
+        return self._source.checkpoint.folder
+
+    @property
+    def saved_name(self) -> str:
+        """The name of the version without its publishes."""
+        return self._source.name
+
+    @property
     def waits(self) -> bool:
         """Whether lookups wait for other hosts."""
         return self._hosts is not None
@@ -151,7 +167,7 @@ class ShardGroup:
         self._load(CheckpointSource(folder))
 
     def _load(self, source: CheckpointSource) -> None:
-        with self._load_lock:
+        with self.publishes.lock, self._load_lock:
             self._check_open()
             splits = source.splits(self.count, self.split, self._plan, self._heat)
             layout = make_layout(source.tables, splits, records=self.device.type == "cpu")
@@ -165,6 +181,9 @@ class ShardGroup:
             fetch = None if self._hosts is None else RemoteFetch(self._hosts, layout, number)
             about = (source.id_maps, source.modes, source.checkpoint.dense(), self._tally_S, fetch)
             version = TableVersion.of(source.name, layout, segments, *about)
+            log = self.publishes.put_log(source, version, self._hosts, number)
+            if log.number > log.base:
+                version = replace(version, name=f"{source.name}+{log.number}", dense=log.dense)
             warm_up(version)
             try:
                 with self._publish_lock:
@@ -174,6 +193,8 @@ class ShardGroup:
             except NotReady:
                 self._drop(number)
                 raise
+            self._retired = RetiredVersions()  # of these segments
+            self.publishes.loaded(log)
             old_thread.stop()
             if before and self._supervisor is not None:
                 self._supervisor.drop(str(before))
@@ -231,23 +252,27 @@ class ShardGroup:
             self.load(self._source.checkpoint.folder)
 
     def follow(self) -> bool:
-        """Serve newer saves of the same folder: changed rows of incremental saves, or else the whole checkpoint.
+        """Serve newer saves and publishes of the same folder: changed rows, or else the whole checkpoint.
 
         Returns:
-            False if there is no newer save
+            False if there is nothing newer
 
         Raises:
             FormatError: the newer save is damaged
         """
-        if self._source.checkpoint.newer() is None:
-            return False
-        source = CheckpointSource(self._source.checkpoint.folder)
-        deltas = source.deltas(self._source.checkpoint.number)
+        if self.publishes.held or self._source.checkpoint.newer() is None:
+            return self.publishes.catch_up()
+        source = CheckpointSource(self.folder)
+        if self.publishes.contains(source):
+            self._source = source
+            return self.publishes.catch_up()
+        deltas = source.deltas(self._source.checkpoint.number) if self.publishes.is_checkpoint else None
         if deltas is None:
             self._load(source)
         else:
             self.apply_deltas(source.name, deltas, source.checkpoint.dense(), source.id_maps)
             self._source = source
+            self.publishes.followed(source)
         return True
 
     def apply_deltas(
@@ -256,29 +281,33 @@ class ShardGroup:
     ) -> None:  # fmt: skip
         """Serve changed rows, and other ids if given, from now on as version `name`. Lookups in progress keep the old ones."""
         with self._load_lock:
-            version = self.current
-            self._check_deltas(version, deltas)
-            newer = version.with_deltas(name, deltas, dense, id_maps)
-            with self._publish_lock:
-                self._check_open()
-                self._current = newer
+            check_deltas(self.current, deltas)
+            self._replace(self.current.with_deltas(name, deltas, dense, id_maps))
+            self._settle()
 
-    def _check_deltas(self, version: TableVersion, deltas: Mapping[str, RowDelta]) -> None:
-        tables = {each.table.name: each.table for each in version.layout.tables}
-        size = sum(each.codes_KB.nbytes + each.meta_KW.nbytes for each in deltas.values())
-        already = 0 if version.overlay is None else version.overlay.segment.numel()
-        if self.device.type == "cpu":
-            check_fits(size + already, f"a delta of {size:,} bytes over {already:,} changed before")
-        for name, each in deltas.items():
-            if name not in tables:
-                raise BadInput(f"the delta changes table {name!r}; there are {', '.join(tables)}", table=name)
-            table, rows_K = tables[name], each.rows_K
-            shape = (len(rows_K), F.row_bytes(table.format, table.dim))
-            if each.codes_KB.shape != shape:
-                raise BadInput(f"the delta of table {name!r} has codes of {each.codes_KB.shape}, not {shape}", table=name)
-            if len(rows_K) and not (rows_K[0] >= 0 and rows_K[-1] < table.rows and (np.diff(rows_K) > 0).all()):
-                words = f"the delta of table {name!r} must name rows 0 to {table.rows - 1}, ascending and each once"
-                raise BadInput(words, table=name, rows=table.rows)
+    def _replace(self, version: TableVersion) -> None:
+        """Serve another version in the same segments."""
+        with self._publish_lock:
+            self._check_open()
+            self._retired.add(self.current.pin)
+            self._current = version
+
+    def settle(self) -> bool:
+        """Write changed rows in place, if no lookup reads an earlier version. False if the overlay stays for now."""
+        with self._load_lock:
+            return self._settle()
+
+    def _settle(self) -> bool:
+        if self._current is None or self._current.overlay is None:
+            return True
+        if not self._retired.wait(GRACE_S):
+            return False
+        try:
+            put_deltas(self.current, self.current.overlay_rows, self._hosts, self._held)
+        except (OSError, EOFError, FormatError):  # another host is gone: the overlay has its rows
+            return False
+        self._replace(replace(self.current, overlay=None))
+        return True
 
     # -- lookups ------------------------------------------------------------------------------------------------------------
 
@@ -306,11 +335,11 @@ class ShardGroup:
             try:
                 parsed[number] = parse_request(version, request)
             except BadInput as error:
-                found[number] = error
+                found[number] = error.with_traceback(None)
         try:
             found |= zip(parsed, look_up_batch(version, list(parsed.values())), strict=True)
         except (BadInput, ShardDown):  # of one of the requests: look each up alone
-            found |= {number: _look_up_alone(version, request) for number, request in parsed.items()}
+            found |= {number: look_up_alone(version, request) for number, request in parsed.items()}
         return [found[number] for number in range(len(requests))]
 
     def wire_lookup(self) -> tuple[str, WireLookup | None]:
@@ -375,10 +404,3 @@ class ShardGroup:
             self._supervisor.close()
         if self._hosts is not None:
             self._hosts.leave(self, self._remote_name)
-
-
-def _look_up_alone(version: TableVersion, request: ParsedRequest) -> LookupResult | Exception:
-    try:
-        return look_up_batch(version, [request])[0]
-    except (BadInput, ShardDown) as error:
-        return error

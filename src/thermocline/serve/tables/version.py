@@ -4,8 +4,10 @@ A lookup takes a `TableVersion` once and uses it to the end: base pointers, id m
 another value, published by one assignment. So all rows of a request come from one version, without locks. Segments are freed
 with the last version that refers to them.
 
-**Deltas** (rows that an incremental save changed) go to an *overlay*: a segment with all rows changed since the tables were
-loaded, in ascending order, rewritten with each delta. Rows that a lookup may read are never written.
+**Deltas** (rows that a publish or an incremental save changed) go to an *overlay*: a segment with the changed rows in ascending
+order, which lookups of the new version read instead. Once no lookup of an earlier version is left, nobody reads those rows in
+the shards: they are written there, and a version without the overlay follows (`in_place.py`). So memory holds two copies of a
+row only while a lookup needs the old one, and rows that a lookup may read are never written.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from thermocline.checkpoint.publishes.row_delta import RowDelta, merge_deltas
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
@@ -30,23 +33,15 @@ from thermocline.kernels.serve import gather_pool
 from thermocline.kernels.serve.fields import ServedBags, ShardedTables, ShardMissing
 from thermocline.serve.errors import ShardDown
 
+from .reader_pins import ReaderPin
 from .row_split import Rows, TableSplit
-from .segments import Bytes, ServedTable, ShardedTableLayout, ShardLayout, SharedSegment, Words, make_layout
+from .segments import ServedTable, ShardedTableLayout, ShardLayout, SharedSegment, make_layout
 
 if TYPE_CHECKING:
     from thermocline.kernels.serve.wire_cpu import WireLookup
     from thermocline.serve.remote.remote_hosts import RemoteFetch, RemoteSegment
 
 Tally = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class RowDelta:
-    """Changed rows of one table: ascending numbers, and their bytes as stored."""
-
-    rows_K: Rows
-    codes_KB: Bytes
-    meta_KW: Words
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +69,11 @@ class TableVersion:
     fetch: RemoteFetch | None = None  # for rows on other hosts
     overlay: DeltaOverlay | None = None
     placed: ShardedTables = field(init=False)
+    pin: ReaderPin = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placed", _make_placed(self))
+        object.__setattr__(self, "pin", ReaderPin())  # of this version alone: `replace` does not copy it
 
     @classmethod
     def of(
@@ -101,6 +98,11 @@ class TableVersion:
     def device(self) -> torch.device:
         return self.placed.fields_FN.device
 
+    @property
+    def overlay_rows(self) -> Mapping[str, RowDelta]:
+        """Rows that are not written in place yet, by table."""
+        return {} if self.overlay is None else self.overlay.changed
+
     @cached_property
     def numbers(self) -> dict[str, int]:
         """Feature numbers by name."""
@@ -119,7 +121,8 @@ class TableVersion:
         from thermocline.kernels.serve.wire_cpu import WireLookup  # deferred: imports numba, which a GPU server does not need
 
         maps = None if self.maps is None else (self.maps.fields_FM, self.maps.words, self.maps.counts)
-        return WireLookup(self.placed, self.features, [self.modes[each] for each in self.features], maps, self.tally_S)
+        modes = [self.modes[each] for each in self.features]
+        return WireLookup(self.placed, self.features, modes, maps, self.tally_S, self.pin)
 
     def known(self, feature: int, ids_N: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which ids of an elastic feature have rows of their own."""
@@ -207,15 +210,6 @@ def _needed_map(map: IdMap | None, table: ServedTable, feature: str) -> IdMap | 
 
 
 # -- overlays -----------------------------------------------------------------------------------------------------------------
-
-
-def merge_deltas(deltas: Sequence[RowDelta]) -> RowDelta:
-    """Consecutive deltas as one. The last value of a row wins."""
-    rows_K = np.concatenate([delta.rows_K for delta in deltas])
-    _, last_K = np.unique(rows_K[::-1], return_index=True)  # the first occurrence from the end
-    at_K = len(rows_K) - 1 - last_K
-    codes_KB, meta_KW = (np.concatenate(each) for each in zip(*((d.codes_KB, d.meta_KW) for d in deltas), strict=True))
-    return RowDelta(rows_K[at_K], codes_KB[at_K], meta_KW[at_K])
 
 
 def _make_overlay(layout: ShardLayout, changed: Mapping[str, RowDelta], device: torch.device) -> DeltaOverlay:

@@ -1,0 +1,201 @@
+"""One rank's part of a publish: changed rows as stored, with what a server needs to refuse a bad one.
+
+    part      size of JSON (8 bytes), JSON, arrays in the order of the JSON, each padded to 8 bytes
+    JSON      the fields of `PublishPart`; of each table rows, row bytes and meta words; of each dense tensor dtype and shape
+
+The same bytes go over a connection and into the log of the checkpoint folder. A part with `since` s and `number` n has all rows
+that changed after publish s: it fits a server whose publish is from s to n - 1. Parts of all ranks make a publish.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thermocline import formats as F
+from thermocline.errors import BadPublish
+
+from .row_delta import RowDelta
+
+_SIZE = struct.Struct("<Q")
+_MAX_HEADER, MAX_RANKS, _MAX_TABLES = 1 << 22, 1 << 14, 1 << 16
+_DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64,
+           torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
+# Bits of an infinite or NaN 16-bit half of a meta word: bf16 and fp16.
+_EXPONENTS = {F.INT4: 0x7F80, F.INT2: 0x7F80, F.INT4_AFFINE: 0x7C00, F.INT2_AFFINE: 0x7C00}
+
+
+class PublishedTable(NamedTuple):
+    """A table as servers hold it."""
+
+    name: str
+    rows: int
+    dim: int
+    format: int
+
+
+def model_signature(tables: Sequence[PublishedTable]) -> str:
+    """A digest that is equal for models whose rows fit each other."""
+    return hashlib.sha256(json.dumps(sorted(map(list, tables))).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class PublishPart:
+    """Rows that one rank publishes. `run` names the training run since its last start."""
+
+    run: int
+    number: int
+    since: int
+    model: str  # signature
+    deltas: Mapping[str, RowDelta]
+    dense: Mapping[str, Tensor] = field(default_factory=dict)
+    rank: int = 0
+    ranks: int = 1
+    at: float = 0.0  # Unix time of the step
+    step: int = 0
+    # Changed rows that wait for a later publish: (age in seconds, share of all updates), and the bytes a second of the budget.
+    waiting: tuple[tuple[float, float], ...] = ()
+
+    def encode(self) -> list[Any]:
+        """The bytes of the part, in pieces that are not copied."""
+        tables = [(name, len(each.rows_K), each.codes_KB.shape[1], each.meta_KW.shape[1]) for name, each in self.deltas.items()]
+        dense = {name: tensor.detach().cpu().contiguous() for name, tensor in self.dense.items()}
+        fields = {name: getattr(self, name) for name in _NUMBERS}
+        fields |= {"tables": tables, "dense": [(name, str(t.dtype)[6:], list(t.shape)) for name, t in dense.items()]}
+        text = json.dumps(fields).encode()
+        arrays: list[NDArray[Any]] = [np.frombuffer(text, np.uint8)]
+        for each in self.deltas.values():
+            arrays += [each.rows_K, each.meta_KW, each.codes_KB]
+        arrays += [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in dense.values()]
+        pieces: list[Any] = [_SIZE.pack(len(text))]
+        for array in arrays:
+            pieces += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % 8)]
+        return pieces
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray | memoryview) -> PublishPart:
+        """The inverse of `encode`; arrays share the memory of `data`. Raises `BadPublish` if it is damaged."""
+        try:
+            (size,) = _SIZE.unpack_from(data)
+            if size > _MAX_HEADER:
+                raise ValueError(f"its header has {size} bytes")
+            fields = json.loads(bytes(memoryview(data)[_SIZE.size : _SIZE.size + size]))
+            read = _Arrays(data, _SIZE.size + size + -size % 8)
+            deltas = {str(name): read.delta(rows, width, words) for name, rows, width, words in fields["tables"]}
+            dense = {str(name): read.tensor(_DTYPES[dtype], shape) for name, dtype, shape in fields["dense"]}
+            if read.at != len(data) or max(len(deltas), len(dense)) > _MAX_TABLES:
+                raise ValueError(f"it has {len(data)} bytes, and its header {read.at}")
+            numbers = {name: kind(fields[name]) for name, kind in _NUMBERS.items()}
+            waiting = tuple((float(age), float(share)) for age, share in numbers.pop("waiting"))
+            part = cls(deltas=deltas, dense=dense, waiting=waiting, **numbers)
+        except (ValueError, KeyError, TypeError, struct.error, RecursionError, OverflowError) as error:
+            raise BadPublish(f"a publish is damaged: {error}", "damaged") from None
+        if not (0 <= part.rank < part.ranks <= MAX_RANKS and 0 <= part.since < part.number):
+            where = f"rank {part.rank} of {part.ranks}, publish {part.number} after {part.since}"
+            raise BadPublish(f"a publish is damaged: {where}", "damaged")
+        return part
+
+    def check(self, tables: Sequence[PublishedTable]) -> None:
+        """Raise `BadPublish` unless all rows are rows of the tables, and all values are finite."""
+        if self.model != model_signature(tables):
+            words = "the publish is of other tables (names, rows, columns or precisions); serve a checkpoint of its model"
+            raise BadPublish(words, "model")
+        known = {table.name: table for table in tables}
+        for name, delta in self.deltas.items():
+            if name not in known:
+                raise BadPublish(f"the publish has a table {name[:100]!r}; there are {', '.join(known)}", "model", table=name)
+            _check_delta(known[name], delta)
+        for name, tensor in self.dense.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise BadPublish(f"dense parameter {name!r} has a value that is not finite", "values", parameter=name)
+
+
+_NUMBERS: dict[str, Any] = {
+    "run": int, "number": int, "since": int, "model": str, "rank": int, "ranks": int, "at": float, "step": int, "waiting": list
+}  # fmt: skip
+
+
+class _Arrays:
+    """Reads the arrays of a part one after another."""
+
+    def __init__(self, data: bytes | bytearray | memoryview, at: int) -> None:
+        self._data, self.at = data, at
+
+    def _read(self, dtype: Any, *shape: int) -> NDArray[Any]:
+        if min(shape) < 0:
+            raise ValueError(f"an array has the shape {shape}")
+        count = int(np.prod(shape, dtype=object))
+        array = np.frombuffer(self._data, dtype, count, self.at) if count else np.empty(0, dtype)
+        self.at += array.nbytes + -array.nbytes % 8
+        return array.reshape(shape)
+
+    def delta(self, rows: int, width: int, words: int) -> RowDelta:
+        rows_K, meta_KW = self._read(np.int64, rows), self._read(np.int32, rows, words)
+        return RowDelta(rows_K, self._read(np.uint8, rows, width), meta_KW)
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        found = self._read(np.uint8, size).copy()
+        return torch.from_numpy(found).view(dtype).reshape(tuple(shape)) if size else torch.empty(tuple(shape), dtype=dtype)
+
+
+def _check_delta(table: PublishedTable, delta: RowDelta) -> None:
+    shape = F.row_bytes(table.format, table.dim), F.META_WORDS[table.format]
+    if (found := (delta.codes_KB.shape[1], delta.meta_KW.shape[1])) != shape:
+        words = f"rows of table {table.name!r} have {found[0]} bytes and {found[1]} meta words, not {shape[0]} and {shape[1]}"
+        raise BadPublish(words, "model", table=table.name)
+    rows_K = delta.rows_K
+    if len(rows_K) and not (rows_K[0] >= 0 and rows_K[-1] < table.rows and bool((np.diff(rows_K) > 0).all())):
+        words = f"rows of table {table.name!r} must be 0 to {table.rows - 1}, ascending and each once"
+        raise BadPublish(words, "damaged", table=table.name, rows=table.rows)
+    bad_K = not_finite(table.format, delta.codes_KB, delta.meta_KW)
+    if bad_K.any():
+        row = int(rows_K[int(bad_K.argmax())])
+        words = f"{int(bad_K.sum())} rows of table {table.name!r} are not finite (row {row}): look for NaN in the training step"
+        raise BadPublish(words, "values", table=table.name, row=row)
+
+
+def not_finite(format: int, codes_KB: NDArray[np.uint8], meta_KW: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Which rows hold a NaN or an Inf, or a pointer into a cache in place of their scale."""
+    bad_K: NDArray[np.bool_] = np.zeros(len(codes_KB), np.bool_)
+    if format in (F.FP32, F.FP16):
+        values_KD = np.ascontiguousarray(codes_KB).view(np.float32 if format == F.FP32 else np.float16)
+        bad_K |= ~np.isfinite(values_KD).all(axis=1)
+        return bad_K
+    if format == F.BF16:
+        bad_K |= (np.ascontiguousarray(codes_KB).view(np.uint16) & 0x7F80 == 0x7F80).any(axis=1)
+        return bad_K
+    if (bits := _EXPONENTS.get(format)) is not None:
+        halves_K2 = np.ascontiguousarray(meta_KW).view(np.uint16).reshape(-1, 2)
+        bad_K |= (halves_K2 & bits == bits).any(axis=1)
+    else:
+        bad_K |= ~np.isfinite(np.ascontiguousarray(meta_KW).view(np.float32)).all(axis=1)
+    if format == F.FP8:
+        bad_K |= (codes_KB & 0x7F == 0x7F).any(axis=1)
+    bad_K |= meta_KW[:, 0] < 0
+    return bad_K
+
+
+def merge_parts(parts: Sequence[PublishPart]) -> dict[str, list[RowDelta]]:
+    """Deltas of several parts by table, in the order of the parts."""
+    found: dict[str, list[RowDelta]] = {}
+    for part in parts:
+        for name, delta in part.deltas.items():
+            if len(delta.rows_K):
+                found.setdefault(name, []).append(delta)
+    return found
+
+
+def dense_of(parts: Sequence[PublishPart]) -> Iterator[tuple[str, Tensor]]:
+    """Dense parameters of several parts; later ones win."""
+    for part in parts:
+        yield from part.dense.items()

@@ -1,0 +1,1 @@
+"""Publishing: a trainer sends changed rows to running servers, and to the log of its checkpoint folder."""

@@ -1,0 +1,342 @@
+"""`thermocline.publish`: changed rows of a training model on running servers within a second.
+
+    step      on the training thread: every `interval`, if the publish before has arrived, copies changed rows
+    log       a thread writes them to the log of the checkpoint folder, then hands them to the connections
+    servers   one thread for each sends them (`server_link.py`)
+
+Nothing queues up: while a publish is on its way, changes stay marks in the arena, one byte a row, and the next publish has them
+all. A server that is gone, or takes longer than `patience`, is not waited for; it reads what it missed from the log. A publish
+copies rows on the training thread, so it waits until training has taken 50 times as long as the copy.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from thermocline.checkpoint.format.dense_state import dense_tensors, full_tensor
+from thermocline.checkpoint.format.module_entries import find_modules
+from thermocline.checkpoint.publishes.log import PublishLog
+from thermocline.checkpoint.publishes.part import PublishedTable, PublishPart, model_signature
+from thermocline.checkpoint.publishes.row_delta import RowDelta
+from thermocline.checkpoint.ranks import CheckpointRanks
+from thermocline.checkpoint.save_job import save
+from thermocline.errors import BadInput
+from thermocline.plan.units import read_bytes
+from thermocline.serve.remote.rendezvous import read_secret, read_tls
+from thermocline.serve.remote.session import read_address
+
+from .changed_rows import ModuleRows
+from .selection import RowAges, SendBudget, choose, waiting_ages
+from .server_link import LinkTarget, ServerLink, ServerState
+
+SHARE = 0.02  # of the training time that publishing may take on the training thread
+PATIENCE_S = 5.0
+
+
+class Publisher:
+    """Publishes the rows of a model, made by `thermocline.publish`. A context manager.
+
+    Example::
+
+        with thermocline.publish(model, "checkpoint", to="localhost:8002") as publisher:
+            for batch in loader:
+                train(batch)
+                publisher.step()
+    """
+
+    def __init__(self, rows: Sequence[ModuleRows], ranks: CheckpointRanks, model: nn.Module, dense: bool) -> None:
+        self._rows, self._ranks, self._dense = rows, ranks, model if dense else None
+        self.tables: list[PublishedTable] = [table for each in rows for table in each.tables]
+        self.number = 0
+        self._run, self._interval = 0, 0.0
+        self._budget: SendBudget | None = None
+        self._ages: list[RowAges] = []
+        self._log: PublishLog | None = None
+        self._links: list[ServerLink] = []
+        self._sealed: list[PublishPart] = []
+        self._changed, self._ended, self._folder = threading.Condition(), False, ""
+        self._error: BaseException | None = None
+        self._logged = self._steps = self._next_step = 0
+        self._sealed_at = self._began = time.perf_counter()
+        self._cost = self._spent = 0.0
+        self._thread: threading.Thread | None = None
+
+    def _start(
+        self, folder: Path, run: int, interval: float, budget: SendBudget | None, links: Sequence[ServerLink]
+    ) -> None:  # fmt: skip
+        self._run, self._interval, self._budget, self._links = run, interval, budget, list(links)
+        if budget is not None:
+            self._ages = [RowAges(each.arena.rows) for each in self._rows]
+        self._folder, self._log = str(folder), PublishLog(folder, run)
+        self._thread = threading.Thread(target=self._write_log, name="publish log", daemon=True)
+        self._thread.start()
+
+    # -- the training thread ------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Publish if it is time; call this after every training step. All ranks of a sharded model call it.
+
+        Returns:
+            Whether changed rows were copied for a publish.
+
+        Raises:
+            BadPublish: a changed row is NaN or Inf.
+            ThermoclineError: the log cannot be written.
+        """
+        self._steps += 1
+        self._raise_error()
+        now = time.perf_counter()
+        if self._ranks.size > 1:
+            return self._steps >= self._next_step and self._step_together(now)
+        if now - self._sealed_at < max(self._interval, self._cost / SHARE) or not self._is_idle():
+            return False
+        self._seal(now, None)
+        return True
+
+    def _step_together(self, now: float) -> bool:
+        """Publish on all ranks, if every rank is ready. Agrees on the step of the next attempt."""
+        groups = self._ranks.groups
+        assert groups is not None
+        each_step = max((now - self._began) / self._steps, 1e-6)
+        found = groups.all_gather((self._is_idle(), self._cost, each_step, self._error is not None))
+        ready = all(idle for idle, _, _, _ in found)
+        cost = max(cost for _, cost, _, _ in found)
+        period = max(self._interval, cost / SHARE) if ready else cost / SHARE
+        self._next_step = self._steps + max(1, round(period / max(step for _, _, step, _ in found)))
+        if ready:
+            self._seal(now, None)
+        return ready
+
+    def flush(self, seconds: float = 30.0) -> bool:
+        """Publish everything that changed, whatever the budget, and wait until live servers serve it.
+
+        Args:
+            seconds: to wait for servers.
+
+        Returns:
+            Whether all servers serve it.
+
+        Raises:
+            BadPublish: a changed row is NaN or Inf.
+            ThermoclineError: the log cannot be written.
+        """
+        end = time.monotonic() + seconds
+        self._wait_idle(end)
+        self._ranks.on_all(self._raise_error)
+        self._seal(time.perf_counter(), float("inf"))
+        self._wait_idle(end)
+        self._raise_error()
+        return all([link.wait_for(self.number, max(0.0, end - time.monotonic())) for link in self._links])
+
+    def _seal(self, now: float, available: float | None) -> None:
+        """Copy changed rows, and hand them to the log."""
+        began = time.thread_time()  # training, too, would wait for a processor
+        at, deltas, waiting = time.time(), dict[str, RowDelta](), tuple[tuple[float, float], ...]()
+        if available is None and self._budget is not None:
+            available = self._budget.available() / len(self._rows)
+        for index, each in enumerate(self._rows):
+            each.attach(self._run, self.number)
+            rows_K = each.changed()
+            if available is not None and self._ages:
+                rows_K, waiting = self._within(index, rows_K, available)
+            deltas |= each.take(rows_K)
+        if self._budget is not None:
+            self._budget.spend(sum(8 * len(d.rows_K) + d.codes_KB.nbytes + d.meta_KW.nbytes for d in deltas.values()))
+        dense = self._dense_tensors() if self._ranks.rank == 0 else {}
+        part = PublishPart(
+            self._run, self.number + 1, self.number, model_signature(self.tables), deltas, dense, self._ranks.rank,
+            self._ranks.size, at, self._steps, waiting,
+        )  # fmt: skip
+        self.number += 1
+        for each in self._rows:
+            each.attach(self._run, self.number)
+        with self._changed:
+            self._sealed.append(part)
+            self._changed.notify_all()
+        self._cost = time.thread_time() - began
+        self._spent += self._cost
+        self._sealed_at = now
+
+    def _within(self, index: int, rows_K: Tensor, available: float) -> tuple[Tensor, tuple[tuple[float, float], ...]]:
+        """The changed rows that a budget sends now, and the ages of the others."""
+        each, ages, rows = self._rows[index], self._ages[index], rows_K.numpy()
+        counts_K = each.counts.counts_R[rows_K.to(each.counts.counts_R.device)].cpu().numpy()
+        age_K = ages.seconds(rows)
+        chosen_K = choose(each.row_bytes(rows_K).numpy(), counts_K, age_K, available)
+        ages.forget(rows[chosen_K])
+        return rows_K[torch.from_numpy(chosen_K)], waiting_ages(counts_K, age_K, chosen_K)
+
+    def _dense_tensors(self) -> dict[str, Tensor]:
+        if self._dense is None:
+            return {}
+        return {name: full_tensor(tensor).cpu().clone() for name, tensor in dense_tensors(self._dense).items()}
+
+    def _raise_error(self) -> None:
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+
+    def _is_idle(self) -> bool:
+        """Whether the last publish is in the log, and on all live servers."""
+        return self._logged == self.number and all(link.has(self.number) for link in self._links)
+
+    def _wait_idle(self, end: float) -> None:
+        while not self._is_idle() and self._error is None and time.monotonic() < end:
+            time.sleep(1e-3)
+
+    # -- the log ------------------------------------------------------------------------------------------------------------
+
+    def _write_log(self) -> None:
+        assert self._log is not None
+        pruned = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._sealed or self._ended)
+                if not self._sealed:
+                    return
+                part = self._sealed.pop(0)
+            try:
+                part.check(self.tables)
+                self._log.append(part)
+                for link in self._links:
+                    link.offer(part)
+                saved = self._rows[0].counts.saved
+                if saved is not None and saved[0] == self._folder and saved[1] > pruned and not part.rank:
+                    self._log.prune(pruned := saved[1])
+                self._log.merge(part)
+            except Exception as error:  # raised by the next step
+                self._error = error
+            self._logged = part.number
+
+    # -- what is known of it ------------------------------------------------------------------------------------------------
+
+    @property
+    def servers(self) -> list[ServerState]:
+        """The state of each server."""
+        return [link.state for link in self._links]
+
+    @property
+    def share(self) -> float:
+        """Share of the time since the start that the training thread spent in publishes."""
+        return self._spent / max(time.perf_counter() - self._began, 1e-9)
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Publish what is left, wait for live servers, and end.
+
+        Args:
+            seconds: to wait for servers.
+
+        Raises:
+            BadPublish: a changed row is NaN or Inf.
+            ThermoclineError: the log cannot be written.
+        """
+        if self._ended:
+            return
+        try:
+            end = time.monotonic() + seconds
+            self._wait_idle(end)
+            self._ranks.on_all(self._raise_error)
+            self._seal(time.perf_counter(), float("inf"))
+            self._wait_idle(end)
+            self._raise_error()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        for link in self._links:
+            link.close()
+        for each in self._rows:
+            each.detach()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end()
+
+
+def publish(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    to: str | Sequence[str] = (),
+    name: str = "tables",
+    interval: float = 0.25,
+    budget: str | None = None,
+    dense: bool = False,
+    secret_file: str | Path | None = None,
+) -> Publisher:
+    """Publish changed rows of a training model to running servers, and to the folder for servers that start later.
+
+    Saves the model to the folder first. Call `step()` of the result after every training step. All ranks of a sharded model
+    call both; their publishes are one. A server needs `thermocline serve run FOLDER --publish-port PORT`, on the same folder.
+
+    Args:
+        model: a module that is, or contains, thermocline modules.
+        folder: the checkpoint folder that servers open. Saving to it now and then (`incremental=True`) keeps its log short.
+        to: addresses of servers, host:port of their --publish-port; without one, only the log is written.
+        name: the model on the servers.
+        interval: seconds between publishes, at least. They are rarer if copying rows would take more than 2% of the time.
+        budget: bytes a second, such as "10MiB". Rows that were updated most go first, and the others within
+            4 * pending bytes / budget seconds.
+        dense: publish dense parameters and buffers as well, whole, each time.
+        secret_file: file with the secret that servers have, by default the one that THERMOCLINE_SECRET_FILE names.
+
+    Returns:
+        The publisher.
+
+    Raises:
+        BadInput: the model has no thermocline module, its ids are elastic, or an argument is invalid.
+        ThermoclineError: the folder cannot be written.
+
+    Example::
+
+        publisher = thermocline.publish(model, "checkpoint", to="localhost:8002", secret_file="secret")
+        for batch in loader:
+            train(batch)
+            publisher.step()
+        publisher.close()
+    """
+    addresses = [read_address(each) for each in ([to] if isinstance(to, str) else to)]
+    if not 0 <= interval < float("inf"):
+        raise BadInput(f"interval is {interval}; use seconds, 0 or more", parameter="interval", value=interval)
+    rate = None if budget is None else read_bytes(budget)
+    secret = read_secret(secret_file) if addresses else b""
+    found, ranks = find_modules(model), CheckpointRanks.of(model)
+    for each in found:
+        if elastic := [feature for feature, map in each.maps.items() if map.is_elastic]:
+            words = f"feature {elastic[0]!r} has elastic ids, which servers do not know; save and load the model instead"
+            raise BadInput(words, feature=elastic[0])
+    run = ranks.on_all(lambda: secrets.randbits(62))[0]
+    rows = [ModuleRows(each) for each in found]
+    for tracked in rows:
+        tracked.attach(run, 0)
+    publisher = Publisher(rows, ranks, model, dense)
+    try:
+        save(model, folder, incremental=True)
+        if ranks.rank == 0:
+            PublishLog(folder, run).only()
+        signature = model_signature(publisher.tables)
+        targets = [LinkTarget(host, port, name, run, signature, PATIENCE_S) for host, port in addresses]
+        links = [ServerLink(target, secret, read_tls()) for target in targets]
+        share = None if rate is None else SendBudget(rate / ranks.size)
+        publisher._start(Path(folder), run, interval, share, links)
+    except BaseException:
+        publisher._end()
+        raise
+    return publisher

@@ -1,0 +1,274 @@
+"""Publishes of one served model: what is refused, what is applied, and the way back.
+
+A model is at publish `number` of training run `run`. Its checkpoint names the publish that it contains; the log of the folder
+and the connections of a trainer add later ones. A publish of several ranks is applied when all parts are there. Each publish
+becomes one version (`ShardGroup.apply_deltas`), so a request sees it whole or not at all.
+
+Rows that a publish replaces are kept, of the last `KEPT` publishes within `KEPT_BYTES`: rolling back applies them as one delta.
+After it, the model is *held*: it refuses publishes until `resume`, which loads checkpoint and log again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from thermocline.checkpoint.publishes.log import PublishLog, contained_publish
+from thermocline.checkpoint.publishes.part import PublishedTable, PublishPart, dense_of, merge_parts
+from thermocline.checkpoint.publishes.row_delta import RowDelta, merge_deltas
+from thermocline.errors import BadInput, BadPublish
+from thermocline.serve.tables.in_place import put_deltas, visible_rows
+
+from .staleness import PublishAge, Staleness
+
+if TYPE_CHECKING:
+    from thermocline.serve.remote.remote_hosts import RemoteHosts
+    from thermocline.serve.tables.checkpoint_source import CheckpointSource
+    from thermocline.serve.tables.shard_group import ShardGroup
+    from thermocline.serve.tables.version import TableVersion
+
+LOGGER = logging.getLogger("thermocline.serve")
+KEPT, KEPT_BYTES = 32, 256 << 20
+_MAX_OPEN, _PARTS_S = 4, 30.0  # publishes that wait for parts of other ranks, and for how long
+
+
+@dataclass(frozen=True)
+class ReplacedRows:
+    """What a publish replaced: rows, and dense parameters if it had any."""
+
+    number: int  # of the publish
+    before: int  # the publish before it
+    name: str  # of the version before it
+    rows: Mapping[str, RowDelta]
+    dense: Mapping[str, Tensor] | None
+
+    @property
+    def bytes(self) -> int:
+        return sum(delta.bytes for delta in self.rows.values())
+
+
+class PublishedModel:
+    """The publishes of a `ShardGroup`. Methods may be called from any thread."""
+
+    def __init__(self, group: ShardGroup) -> None:
+        self._group, self.lock = group, threading.RLock()  # taken before the group's locks
+        self._changed = threading.Condition(self.lock)
+        self._parts: dict[tuple[int, int], dict[int, PublishPart]] = {}
+        self._replaced: deque[ReplacedRows] = deque()
+        self._age: PublishAge | None = None
+        self.run = self.number = self.base = 0  # base: the publish that the checkpoint contains
+        self.held = False
+        self.rows = self.refused = 0
+
+    # -- loading ------------------------------------------------------------------------------------------------------------
+
+    def put_log(
+        self, source: CheckpointSource, version: TableVersion, hosts: RemoteHosts | None, held: int
+    ) -> LoadedLog:  # fmt: skip
+        """Write the log of a checkpoint to a version that nobody reads yet. Returns where it leads to."""
+        run, base = contained_publish(source.checkpoint)
+        number, at, dense, tables = base, 0.0, dict(version.dense), _tables_of(version)
+        try:
+            for parts in PublishLog(source.checkpoint.folder, run).after(base) if run else ():
+                _check(parts, run, number, tables)
+                put_deltas(version, {name: merge_deltas(each) for name, each in merge_parts(parts).items()}, hosts, held)
+                number, at = parts[0].number, max(part.at for part in parts)
+                dense |= dict(dense_of(parts))
+        except BadPublish as error:  # start with what is good
+            LOGGER.warning("the log of publishes is damaged", extra={"fields": {"publish": number, "error": str(error)[:400]}})
+        return LoadedLog(run, base, number, at, dense if number > base else version.dense)
+
+    def loaded(self, log: LoadedLog) -> None:
+        """A checkpoint with its log replaced what was served."""
+        with self._changed:
+            self.run, self.base, self.number, self.held = log.run, log.base, log.number, False
+            self._parts.clear()
+            self._replaced.clear()
+            self._age = PublishAge(max(0.0, time.time() - log.at)) if log.at else None
+            self._changed.notify_all()
+
+    def catch_up(self) -> bool:
+        """Apply what the log has beyond the served publish. Returns whether it had any."""
+        with self._changed:
+            found = False
+            if self.run and not self.held:
+                for parts in PublishLog(self._group.folder, self.run).after(self.number):
+                    self._apply(parts, max(0.0, time.time() - max(part.at for part in parts)))
+                    found = True
+            return found
+
+    def contains(self, source: CheckpointSource) -> bool:
+        """Whether a newer save of the folder has nothing that is not served: it is of the same run, and not ahead."""
+        run, number = contained_publish(source.checkpoint)
+        with self._changed:
+            if not run or run != self.run or number > self.number:
+                return False
+            self.base = number
+            return True
+
+    def followed(self, source: CheckpointSource) -> None:
+        """Changed rows of a newer save were applied."""
+        self.loaded(LoadedLog(*(found := contained_publish(source.checkpoint)), found[1], 0.0, {}))
+        self.catch_up()
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether the served rows are those of the checkpoint alone."""
+        return self.number == self.base and not self.held
+
+    # -- connections --------------------------------------------------------------------------------------------------------
+
+    def hello(self, run: int, model: str) -> int:
+        """The publish at which a trainer continues.
+
+        Raises:
+            BadPublish: the trainer has another model, or a run whose save is not in the folder; or publishes are held
+        """
+        with self._changed:
+            self._check_not_held()
+            PublishPart(run, 1, 0, model, {}).check(_tables_of(self._group.current))
+        if run != self.run:
+            self._group.follow()
+        with self._changed:
+            if run != self.run:
+                words = (
+                    f"the folder '{self._group.folder}' has no save of the training run {run:016x}; give servers the folder "
+                )
+                raise BadPublish(words + "that publish(folder=...) saves to", "run", run=run)
+            self.catch_up()
+            return self.number
+
+    def offer(self, part: PublishPart, age: float) -> int:
+        """Apply a publish once all of its parts are there, and return its number.
+
+        Raises:
+            BadPublish: it does not continue the served publish, has bad rows, or parts of other ranks are missing
+        """
+        with self._changed:
+            try:
+                self._check_next(part)
+                key = part.since, part.number
+                parts = self._parts.setdefault(key, {})
+                parts[part.rank] = part
+                if len(parts) == part.ranks:
+                    self._apply([parts[rank] for rank in sorted(parts)], age)
+                elif len(self._parts) > _MAX_OPEN:
+                    del self._parts[min(self._parts)]
+                run = self.run
+                if not self._changed.wait_for(lambda: self.number >= part.number or self.run != run or self.held, _PARTS_S):
+                    self._parts.pop(key, None)
+                    raise BadPublish(f"publish {part.number} has parts of {len(parts)} of {part.ranks} ranks", "order")
+                self._check_not_held()
+                return self.number
+            except BadPublish:
+                self.refused += 1
+                raise
+
+    def _check_not_held(self) -> None:
+        if self.held:
+            words = f"the model was rolled back to publish {self.number}, and takes none until it resumes"
+            raise BadPublish(f"{words}: thermocline serve resume", "held", number=self.number)
+
+    def _check_next(self, part: PublishPart) -> None:
+        self._check_not_held()
+        _check([part], self.run, self.number, _tables_of(self._group.current))
+
+    def _apply(self, parts: Sequence[PublishPart], age: float) -> None:
+        """Serve a publish. The caller holds the lock."""
+        group, version, number, began = self._group, self._group.current, parts[0].number, time.monotonic()
+        rows = {name: merge_deltas(each) for name, each in merge_parts(parts).items()}
+        changed = dict(dense_of(parts))
+        dense = {**version.dense, **changed} if changed else None
+        replaced = {name: visible_rows(version, name, delta.rows_K) for name, delta in rows.items()}
+        name, before = version.name, version.dense if changed else None
+        del version  # not a reader
+        group.apply_deltas(f"{group.saved_name}+{number}", rows, dense)
+        if any(each is None for each in replaced.values()):
+            self._replaced.clear()  # on GPUs and other hosts, `roll_back` loads the checkpoint and its log
+        else:
+            kept = {name: each for name, each in replaced.items() if each is not None}
+            self._replaced.append(ReplacedRows(number, self.number, name, kept, before))
+            while len(self._replaced) > KEPT or sum(each.bytes for each in self._replaced) > KEPT_BYTES:
+                self._replaced.popleft()
+        self.number, self.rows = number, self.rows + sum(len(delta.rows_K) for delta in rows.values())
+        self._age = PublishAge(age + time.monotonic() - began, max((part.waiting for part in parts), default=()))
+        for key in [key for key in self._parts if key[1] <= number]:
+            del self._parts[key]
+        self._changed.notify_all()
+
+    # -- the way back -------------------------------------------------------------------------------------------------------
+
+    @property
+    def kept(self) -> list[int]:
+        """Publishes that `roll_back` can return to at once."""
+        with self._changed:
+            return [each.before for each in self._replaced]
+
+    def roll_back(self, number: int | None = None) -> None:
+        """Serve an earlier publish, by default the one before, and hold: publishes are refused until `resume`.
+
+        Raises:
+            BadInput: the publish is not kept
+        """
+        with self._changed:
+            number = self.kept[-1] if number is None and self.kept else number
+            if number is None or number not in self.kept:
+                kept = ", ".join(map(str, self.kept)) or "none"
+                words = f"publish {number} is not kept; kept are {kept}, and {self.number} is served"
+                raise BadInput(words, parameter="to", value=number, available=self.kept)
+            undone: list[ReplacedRows] = []
+            while self._replaced and self._replaced[-1].before >= number:
+                undone.append(self._replaced.pop())
+            tables = {name for each in undone for name in each.rows}
+            deltas = {name: merge_deltas([each.rows[name] for each in undone if name in each.rows]) for name in tables}
+            dense = next((each.dense for each in reversed(undone) if each.dense is not None), None)
+            self._group.apply_deltas(undone[-1].name, deltas, dense)
+            self.number, self.held, self._age = number, True, None
+            self._parts.clear()
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Take publishes again, after loading the checkpoint and its log."""
+        self._group.load(self._group.folder)
+
+    def staleness(self) -> Staleness | None:
+        """Ages of what is served; None without a publish."""
+        if (age := self._age) is None:
+            return None
+        return Staleness(self.number, age.quantile(0.5), age.quantile(0.99), self.rows, age.age)
+
+
+@dataclass(frozen=True)
+class LoadedLog:
+    """What the log of a checkpoint leads to."""
+
+    run: int
+    base: int
+    number: int
+    at: float
+    dense: Mapping[str, Tensor]
+
+
+def _tables_of(version: TableVersion) -> list[PublishedTable]:
+    tables = [each.table for each in version.layout.tables]
+    return [PublishedTable(table.name, table.rows, table.dim, table.format) for table in tables]
+
+
+def _check(parts: Sequence[PublishPart], run: int, number: int, tables: Sequence[PublishedTable]) -> None:
+    """Raise `BadPublish` unless parts of a publish continue publish `number` of a run."""
+    for part in parts:
+        if part.run != run:
+            raise BadPublish(f"the publish is of run {part.run:016x}; {run:016x} is served", "run", run=part.run)
+        if part.number <= number:
+            raise BadPublish(f"publish {part.number} was applied already; {number} is served", "replay", number=number)
+        if part.since > number:
+            words = f"publish {part.number} continues {part.since}, and {number} is served; catch up from the checkpoint folder"
+            raise BadPublish(words, "order", number=number)
+        part.check(tables)

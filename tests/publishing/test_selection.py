@@ -1,0 +1,82 @@
+"""What a byte budget sends first, and how long the rest waits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thermocline.publishing.selection import RowAges, SendBudget, choose, waiting_ages
+from thermocline.serve.publishing.staleness import PublishAge
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(st.integers(0, 70), st.integers(0, 2000), st.integers(0, 2**32 - 1))
+def test_a_choice_fits_the_bytes_and_prefers_hot_rows(rows, available, seed):
+    draw = np.random.default_rng(seed)
+    bytes_K, counts_K = draw.integers(1, 90, rows), draw.integers(1, 256, rows).astype(np.uint8)
+    age_K = draw.random(rows) * 50
+    chosen_K = choose(bytes_K, counts_K, age_K, available)
+    assert bytes_K[chosen_K].sum() <= available or (chosen_K.all() and bytes_K.sum() <= available)
+    equal_K = choose(np.full(rows, 10), counts_K, np.zeros(rows), available)
+    if 0 < equal_K.sum() < rows and available >= 40:
+        by_heat = np.argsort(-counts_K.astype(int), kind="stable")[: int(0.75 * available) // 10]
+        assert equal_K[by_heat].sum() >= len(by_heat) - int(0.25 * available) // 10
+    waiting = waiting_ages(counts_K, age_K, chosen_K)
+    assert len(waiting) <= 16 and sum(share for _, share in waiting) <= 1 + 1e-9
+    assert bool(waiting) == (not chosen_K.all())
+
+
+def test_every_row_is_sent_within_the_stated_bound():
+    clock, rows, size = Clock(), 1000, 68
+    budget, ages = SendBudget(6800.0, clock), RowAges(rows, clock)  # 100 rows a second, 25 of them the oldest
+    counts, sent_at, changed_at = np.zeros(rows, np.uint8), np.zeros(rows), np.full(rows, np.nan)
+    draw, longest = np.random.default_rng(0), 0.0
+    hot = np.arange(150)
+    for _ in range(600):
+        clock.now += 0.25
+        touched = np.unique(np.concatenate([draw.choice(hot, 100), draw.integers(0, rows, 5)]))
+        counts[touched] = np.minimum(counts[touched], 254) + 1
+        changed_at[touched] = np.where(np.isnan(changed_at[touched]), clock.now, changed_at[touched])
+        rows_K = counts.nonzero()[0]
+        chosen_K = choose(np.full(len(rows_K), size), counts[rows_K], ages.seconds(rows_K), available := budget.available())
+        chosen = rows_K[chosen_K]
+        assert len(chosen) * size <= available
+        budget.spend(len(chosen) * size)
+        ages.forget(chosen)
+        longest = max(longest, float((clock.now - changed_at[chosen]).max(initial=0.0)))
+        counts[chosen], sent_at[chosen], changed_at[chosen] = 0, clock.now, np.nan
+    assert longest <= 4 * rows * size / 6800.0
+    assert (clock.now - sent_at[hot]).mean() < 2.0, "hot rows are fresh"
+
+
+def test_ages_wrap_around_without_a_jump():
+    clock = Clock()
+    ages = RowAges(3, clock)
+    clock.now += 65_530 * 0.25
+    assert ages.seconds(np.array([1])).tolist() == [0.0]
+    clock.now += 20.0
+    assert ages.seconds(np.array([0, 1])).tolist() == [0.0, 20.0]
+
+
+def test_unspent_bytes_are_kept_for_two_seconds():
+    clock = Clock()
+    budget = SendBudget(10.0, clock)
+    clock.now += 100.0
+    assert budget.available() == 20.0
+    budget.spend(25.0)
+    clock.now += 1.0
+    assert budget.available() == pytest.approx(5.0)
+
+
+def test_staleness_weighs_waiting_rows_by_their_lookups():
+    age = PublishAge(0.5, ((10.0, 0.2), (40.0, 0.005)), applied=0.0)
+    ages = [age.quantile(share) - age.quantile(0.0) for share in (0.5, 0.9, 0.99, 0.999)]
+    assert ages == pytest.approx([0.0, 10.0, 10.0, 40.0], abs=0.1)
