@@ -32,7 +32,7 @@ _FAILED = -1  # in place of a count
 _WRITER = re.compile(r"rows-(\d+)-")
 
 
-class RowRange(NamedTuple):
+class SectionRange(NamedTuple):
     """Rows `begin` to `end` (exclusive) of a section."""
 
     section: Section
@@ -54,7 +54,7 @@ def read_together(
             shapes: Shapes = {"rows": (torch.int64, ())}
             shapes |= section_shapes(precision, table.dim, checkpoint.state_shapes(table)[:states])
             ranges = [
-                RowRange(section, begin, min(begin + size, section.count))
+                SectionRange(section, begin, min(begin + size, section.count))
                 for section in save.sections
                 if (section.table, section.precision) == (table.name, precision)
                 for size in (block_rows(table, states),)
@@ -65,9 +65,9 @@ def read_together(
                 yield _rows_of(records_MB, shapes, states, precision)
 
 
-def dealt(ranges: list[RowRange], save: SaveEntry, rank: int, ranks: int) -> list[RowRange | None]:
+def dealt(ranges: list[SectionRange], save: SaveEntry, rank: int, ranks: int) -> list[SectionRange | None]:
     """The ranges that a rank reads, one per round; None in rounds without one."""
-    each: list[list[RowRange | None]] = [[] for _ in range(ranks)]
+    each: list[list[SectionRange | None]] = [[] for _ in range(ranks)]
     for turn, range_ in enumerate(ranges):
         writer = _WRITER.search(range_.section.file)
         reader = int(writer[1]) if writer is not None and save.ranks == ranks else turn
@@ -77,7 +77,7 @@ def dealt(ranges: list[RowRange], save: SaveEntry, rank: int, ranks: int) -> lis
 
 
 def _exchanged(
-    checkpoint: Checkpoint, mine: RowRange | None, shapes: Shapes, states: int, module: ShardedCollection, index: int
+    checkpoint: Checkpoint, mine: SectionRange | None, shapes: Shapes, states: int, module: ShardedCollection, index: int
 ) -> Tensor:
     """One round: the records of the rows that this rank holds."""
     groups, width = module.groups, sum(_widths(shapes))
