@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from cases import plan_of, table_plan
 from torch import nn
 
 import thermocline as tc
-from thermocline import IdMap, Table
+from thermocline import BadInput, IdMap, Table
 from thermocline.heat.profile import HeatProfile
 from thermocline.heat.profiler import profile_batches
 
@@ -142,6 +143,8 @@ def move(rank: int, size: int, plans: list[tc.Plan] | None, state: dict[str, tor
     model.load_state_dict(state)
     if plans is not None:
         sharding = tc.shard_(model, plans[0], reduce="sum", count_every=1)
+        with pytest.raises(BadInput, check=lambda error: error.feature is not None):
+            model.state_dict()  # it would not hold the ids
     pinned = torch.tensor([5, -7, 1 << 60])
     before, early = run_steps(model, sharding, rank, size, 5, 6)
     model.tables.elastic("shop").pin(pinned)

@@ -94,7 +94,14 @@ def layout_text(module: ShardedCollection) -> str:
 
 
 def saved_pieces(module: ShardedCollection) -> dict[str, RowPiece]:
-    """The pieces of this rank, by key."""
+    """The pieces of this rank, by key.
+
+    Raises:
+        BadInput: the module has elastic ids, which pieces do not hold
+    """
+    if elastic := [feature for feature, ids in module.id_maps.items() if ids.is_elastic]:
+        words = f"feature {elastic[0]!r} has elastic ids, which the state_dict of a shard does not hold; use thermocline.save"
+        raise BadInput(words, feature=elastic[0])
     shard, names = _HomeRows(module), pieces_of(module.groups.rank, module.groups.size)
     return {name: RowPiece(_Reader(shard, number, len(names))) for number, name in enumerate(names)}
 
