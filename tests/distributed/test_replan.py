@@ -64,7 +64,7 @@ def jobs():
     )
     slow = {"node": {"bandwidth": 2e8, "latency": 0.0}, "cluster": {"bandwidth": 2e7, "latency": 0.0}}
     cluster = Topology.model_validate(
-        {"nodes": 2, "cards_per_node": 2, "card": {"memory": 1 << 30, "bandwidth": 1e10}, "links": slow}
+        {"nodes": 2, "cards_per_node": 2, "card": {"memory": 1 << 30, "bandwidth": 1e10}, "links": slow, "backend": "gloo"}
     )
     return heats, tc.make_plan(TablesConfig(batch=64, dense=2e-3, tables=tables), heats[0], cluster, "160KB")
 

@@ -221,7 +221,7 @@ class RankMaps(ElasticMaps):
             rows.append(rows_M.split(counts_PT[:, t].tolist()))
             heads.append([change.came_K.numel(), change.went_E.numel(), keys.uncounted])
             moved.append(change)
-        head = torch.tensor(heads).view(-1)
+        head = torch.tensor(heads, dtype=torch.int64).view(-1)
         answers = [torch.cat([head, *(each[p] for each in rows)]) for p in range(len(asked))]
         return torch.cat(answers).int(), moved, counts_PT
 
@@ -257,7 +257,7 @@ class RankMaps(ElasticMaps):
         if keys.on_evict is not None and moved.went_E.numel():
             where = index.locate(moved.left_E + base)
             home_K = (where.home_N == self.groups.rank).nonzero()[:, 0]
-            values_KD = torch.empty(home_K.numel(), module.tables[table].dim)
+            values_KD = torch.empty(home_K.numel(), module.tables[table].dim, dtype=torch.float32)
             for k, at_K, index_K in shard.local(where.at(home_K)):
                 values_KD[at_K] = shard.arena.read(k, index_K)
             if home_K.numel():

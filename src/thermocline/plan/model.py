@@ -262,7 +262,7 @@ class Plan(FileModel):
     objective: str
     heat: str
     topology: Topology
-    budget: int
+    budget: int = Field(gt=0)
     batch: int
     dense: float
     optimizer: Optimizer

@@ -115,8 +115,8 @@ class TableVersion:
 
     @cached_property
     def wire_lookup(self) -> WireLookup | None:
-        """The kernels of the server's fast path, for tables on this machine's CPU."""
-        if self.device.type != "cpu" or self.fetch is not None or not (self.maps is None or type(self.maps) is IdMaps):
+        """The kernels of the server's fast path, for tables on this machine's CPU whose ids do not come and go."""
+        if self.device.type != "cpu" or self.fetch is not None or self.elastic:
             return None
         from thermocline.kernels.serve.wire_cpu import WireLookup  # deferred: imports numba, which a GPU server does not need
 
