@@ -174,7 +174,7 @@ class RankPlan(FileModel):
     """Bytes of `count` equal ranks, from rank `first` on."""
 
     first: int
-    count: int
+    count: int = Field(ge=1)
     bytes: dict[str, int]  # by MEMORY_PARTS
     host: int = 0  # bytes of tables in host memory
     tables: tuple[str, ...] = ()  # unsplit tables on each of these ranks
