@@ -25,6 +25,7 @@ from torch import Tensor
 from thermocline.checkpoint.publishes.row_delta import RowDelta
 from thermocline.errors import BadInput, FormatError
 from thermocline.heat.profile import HeatProfile
+from thermocline.ids.elastic import MovedIds
 from thermocline.ids.idmap import IdMap
 from thermocline.plan.model import Plan
 from thermocline.serve.errors import NotReady, ShardDown
@@ -37,11 +38,11 @@ from thermocline.serve.served_model import ShardStatus, TensorMetadata
 from . import gpu_shards
 from .checkpoint_source import CheckpointSource
 from .huge_pages import HugePageThread
-from .in_place import check_deltas, put_deltas
+from .in_place import check_deltas, write_in_place
 from .lookup import LookupResult, look_up_alone, look_up_batch, warm_up
 from .memory_limits import reserve
 from .reader_pins import RetiredVersions
-from .requests import KNOWN, OFFSETS, WEIGHTS, ParsedRequest, as_array, parse_request
+from .requests import ParsedRequest, as_array, inputs_of, outputs_of, parse_request
 from .segments import Bytes, ShardedTableLayout, ShardLayout, SharedSegment, make_layout, put_rows
 from .supervisor import Supervisor
 from .version import TableVersion
@@ -91,11 +92,10 @@ class ShardGroup:
         self._plan = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         self._heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
         self._tally_S = np.zeros(shards + 1, np.int64)
-        self._load_lock, self._publish_lock = threading.Lock(), threading.Lock()  # the second is held briefly
+        self._load_lock, self._publish_lock = threading.RLock(), threading.Lock()  # the second is held briefly
         self._closed = False  # no version is published after it is set
         self._current: TableVersion | None = None
-        self._huge_pages = HugePageThread(())
-        self._held = 0  # the number of the current version
+        self._huge_pages, self._held = HugePageThread(()), 0  # the number of the current version
         self._retired = RetiredVersions()  # versions in the same segments, replaced by publishes
         self.publishes = PublishedModel(self)
         self._source = source = CheckpointSource(folder)
@@ -241,8 +241,8 @@ class ShardGroup:
     def host_lost(self) -> None:
         """Serve without the shards of lost hosts. Lookups in them raise `ShardDown`."""
         with self._publish_lock:
-            version = self._current
-            if self._hosts is not None and version is not None:
+            if self._hosts is not None and (version := self._current) is not None:
+                self._retired.add(version.pin)
                 local = version.segments[: len(self._local)]
                 self._current = replace(version, segments=tuple(self._hosts.segments(local, self.count)))
 
@@ -260,30 +260,31 @@ class ShardGroup:
         Raises:
             FormatError: the newer save is damaged
         """
-        if self.publishes.held or self._source.checkpoint.newer() is None:
-            return self.publishes.catch_up()
-        source = CheckpointSource(self.folder)
-        if self.publishes.contains(source):
-            self._source = source
-            return self.publishes.catch_up()
-        deltas = source.deltas(self._source.checkpoint.number) if self.publishes.is_checkpoint else None
-        if deltas is None:
-            self._load(source)
-        else:
-            self.apply_deltas(source.name, deltas, source.checkpoint.dense(), source.id_maps)
-            self._source = source
-            self.publishes.followed(source)
-        return True
+        with self.publishes.lock:  # no publish comes between the rows of a save and its number
+            if self.publishes.held or self._source.checkpoint.newer() is None:
+                return self.publishes.catch_up()
+            source = CheckpointSource(self.folder)
+            if self.publishes.contains(source):
+                self._source = source
+                return self.publishes.catch_up()
+            deltas = source.deltas(self._source.checkpoint.number) if self.publishes.is_checkpoint else None
+            if deltas is None:
+                self._load(source)
+            else:
+                self.apply_deltas(source.name, deltas, source.checkpoint.dense(), source.id_maps)
+                self._source = source
+                self.publishes.followed(source)
+            return True
 
     def apply_deltas(
         self, name: str, deltas: Mapping[str, RowDelta], dense: Mapping[str, Tensor] | None = None,
-        id_maps: Mapping[str, IdMap] | None = None,
+        id_maps: Mapping[str, IdMap] | None = None, moved: Mapping[str, MovedIds] | None = None,
     ) -> None:  # fmt: skip
         """Serve changed rows, and other ids if given, from now on as version `name`. Lookups in progress keep the old ones."""
         with self._load_lock:
             check_deltas(self.current, deltas)
-            self._replace(self.current.with_deltas(name, deltas, dense, id_maps))
-            self._settle()
+            self._replace(self.current.with_deltas(name, deltas, dense, id_maps, moved))
+            self.settle()
 
     def _replace(self, version: TableVersion) -> None:
         """Serve another version in the same segments."""
@@ -295,34 +296,27 @@ class ShardGroup:
     def settle(self) -> bool:
         """Write changed rows in place, if no lookup reads an earlier version. False if the overlay stays for now."""
         with self._load_lock:
-            return self._settle()
-
-    def _settle(self) -> bool:
-        if self._current is None or self._current.overlay is None:
+            if self._current is None or self._current.is_in_place:
+                return True
+            if not self._retired.wait(GRACE_S):
+                return False
+            try:
+                self._replace(write_in_place(self.current, self._hosts, self._held))
+            except (OSError, EOFError, FormatError):  # another host is gone: the overlay has its rows
+                return False
             return True
-        if not self._retired.wait(GRACE_S):
-            return False
-        try:
-            put_deltas(self.current, self.current.overlay_rows, self._hosts, self._held)
-        except (OSError, EOFError, FormatError):  # another host is gone: the overlay has its rows
-            return False
-        self._replace(replace(self.current, overlay=None))
-        return True
 
     # -- lookups ------------------------------------------------------------------------------------------------------------
 
     @property
     def inputs(self) -> list[TensorMetadata]:
         """Inputs of the served model."""
-        kinds = (("", "INT64"), (OFFSETS, "INT64"), (WEIGHTS, "FP32"))
-        return [TensorMetadata(name + end, kind, (-1,), True) for name in self.current.features for end, kind in kinds]
+        return inputs_of(self.current)
 
     @property
     def outputs(self) -> list[TensorMetadata]:
         """Outputs of the served model. Those of type BOOL are sent only if they are requested by name."""
-        version = self.current
-        rows = [TensorMetadata(name, "FP32", (-1, dim)) for name, dim in zip(version.features, version.dims, strict=True)]
-        return rows + [TensorMetadata(version.features[n] + KNOWN, "BOOL", (-1,)) for n in sorted(version.elastic)]
+        return outputs_of(self.current)
 
     def infer(
         self, requests: Sequence[Mapping[str, Array]], version: TableVersion | None = None
