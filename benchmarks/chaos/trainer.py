@@ -102,10 +102,11 @@ def main(folder: Path, state: Path, address: str, secret: Path) -> None:
             trainer.expect_save()
             thermocline.save(trainer.model, folder, incremental=True)
         time.sleep(STEP_S)
-    trainer.expect(f"{trainer.run}/{publisher.number + 1}")
+    for number in (1, 2):  # `flush` publishes, and `close` does
+        trainer.expect(f"{trainer.run}/{publisher.number + number}")
     served = publisher.flush(60.0)
+    publisher.close(60.0)
     write_now(state / "final", run=trainer.run, number=publisher.number, served=served, share=publisher.share)
-    publisher.close()
 
 
 def write_now(path: Path, **fields: Any) -> None:
