@@ -124,7 +124,7 @@ def ask(server: LiveServer, seconds: float, rows: int) -> dict[str, Any]:
     """The latencies of clients in a process of their own."""
     job = {
         "address": server.grpc, "pid": server.process.pid, "clients": 2, "seconds": seconds, "ids": 64, "rows": rows,
-        "feature": "table",
+        "features": ["table"],
     }  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.serve.load_client"]
     done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=True)
