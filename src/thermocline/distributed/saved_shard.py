@@ -195,7 +195,7 @@ def load_pieces(module: ShardedCollection, given: Mapping[str, Any], needed: Seq
             return f"rank {rank}: {error}"
     head = everyone[0][1]  # rank 0 has the first piece of the first rank that saved
     same = head["layout"] == layout_text(module)
-    module.arena.changes = None  # the next incremental save is full
+    module.arena.replaced()
     with torch.no_grad():
         module.arena.unstage()
         if not same:

@@ -21,9 +21,10 @@ from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.elastic import fields as K
 from thermocline.kernels.elastic.fields import KeyArrays, KeyRules
 from thermocline.kernels.elastic.reference import as_bytes, bucket_of, placing_order, score
-from thermocline.kernels.ids.reference import hash_ids, signed
+from thermocline.kernels.ids.reference import hash_ids, reduce_to, signed
 
 EVICTIONS = ("lfu", "lru")
+_MOVES = 256  # records of moved rows that are merged into one
 _SWEEPS = 8  # in a time to live: expired rows leave at the next
 _MOST_STEPS = 1 << 30
 _SHARED_KEY = 0x5EED_54A4ED  # of the first values of shared rows
@@ -96,6 +97,21 @@ class Moved(NamedTuple):
     left_E: Tensor  # rows of the ids that went
 
 
+class MovedIds(NamedTuple):
+    """Rows that got another id, or lost theirs."""
+
+    rows_K: Tensor  # ascending
+    ids_K: Tensor
+    used_K: Tensor  # whether the row has an id now
+
+    def merged(self, later: MovedIds) -> MovedIds:
+        """Both, one after the other: the last id of a row wins."""
+        rows_K, ids_K, used_K = (torch.cat(each) for each in zip(self, later, strict=True))
+        order_K = rows_K.argsort(stable=True)
+        last_K = order_K[torch.cat([rows_K[order_K].diff() != 0, torch.ones(min(1, len(order_K)), dtype=torch.bool)])]
+        return MovedIds(rows_K[last_K], ids_K[last_K], used_K[last_K])
+
+
 _NONE = Moved(*(torch.zeros(0, dtype=torch.int64) for _ in range(4)))
 
 
@@ -112,6 +128,7 @@ class KeyTable:
         rules = (policy.own, policy.shared, signed(key), policy.half_life, policy.evict == "lru")
         self.rules = KeyRules(*rules, first=K.BUCKET * self.buckets.start)
         self.on_evict: Evicted | None = None
+        self.moved: list[Tensor] | None = None  # rows whose id changed since they were published
         words, rows = K.BUCKET // 4, max(0, min(policy.own, K.BUCKET * self.buckets.stop) - self.rules.first)
         self.keys = torch.zeros(rows, dtype=torch.int64, device=device)
         self.last = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -132,7 +149,7 @@ class KeyTable:
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"on_evict": None}  # it belongs to the process
+        return self.__dict__ | {"on_evict": None, "moved": None}  # they belong to the process
 
     @property
     def _kernels(self) -> Any:
@@ -177,6 +194,7 @@ class KeyTable:
         rows_N, missed_M = self.find(ids_N)
         self._kernels.touch(self.arrays, self.rules, rows_N, step)
         moved = self._admit(ids_N[missed_M], expired_E) if missed_M.numel() + expired_E.numel() else _NONE
+        self.note_moved(moved.rows_K, moved.left_E)
         shared = missed_M.numel()
         if moved.came_K.numel():
             rows_N[missed_M], left_M = self.find(ids_N[missed_M])
@@ -226,6 +244,7 @@ class KeyTable:
         self.last[self.find(ids_U)[0] - self.rules.first] = K.PINNED
         counts[ADMITTED] += ids_C.numel()
         counts[EVICTED] += int(left_C.sum())
+        self.note_moved(rows_C)
         return Moved(ids_C, rows_C, before_C[left_C], rows_C[left_C])
 
     def unpin(self, ids: Tensor) -> None:
@@ -267,6 +286,39 @@ class KeyTable:
         for field in (STEPS, BARRIER):
             counts[field] = max(0, int(counts[field]) - base)
 
+    def note_moved(self, *rows: Tensor) -> None:
+        """Record that these rows have other ids now, for the next publish."""
+        if self.moved is not None and any(each.numel() for each in rows):
+            self.moved += rows
+            if len(self.moved) > _MOVES:
+                self.moved = [torch.cat(self.moved).unique()]
+
+    def take_moved(self) -> MovedIds:
+        """The ids of the recorded rows, and forget that they were recorded."""
+        rows_K, self.moved = torch.cat([self.keys[:0], *(self.moved or ())]).unique(), []
+        return self.read_rows(rows_K)
+
+    def read_rows(self, rows_K: Tensor) -> MovedIds:
+        """The ids of rows."""
+        here_K = rows_K - self.rules.first
+        return MovedIds(rows_K, self.keys[here_K], as_bytes(self.tags)[here_K] != 0)
+
+    def put(self, moved: MovedIds) -> None:
+        """Give rows to ids as another table did, without counts."""
+        here_K, tags_K = moved.rows_K - self.rules.first, _tags(hash_ids(moved.ids_K, self.rules.key))
+        self.keys[here_K] = moved.ids_K
+        as_bytes(self.tags)[here_K] = torch.where(moved.used_K, tags_K, 0)
+
+    def fits(self, moved: MovedIds) -> bool:
+        """Whether rows are rows of ids, and each id lies in its bucket."""
+        bucket_K = bucket_of(hash_ids(moved.ids_K, self.rules.key), self.rules.rows)
+        right_K = ~moved.used_K | (bucket_K == moved.rows_K // K.BUCKET)
+        return bool((right_K & (moved.rows_K >= 0) & (moved.rows_K < self.rules.rows)).all())
+
+    def shared_rows(self, ids_N: Tensor) -> Tensor:
+        """The rows that ids without their own read."""
+        return self.rules.rows + reduce_to(hash_ids(ids_N, self.rules.key), self.rules.shared)
+
     def take_over(self, saved: KeyTable) -> Tensor:
         """Become a saved table of another size: the new row of each of its rows, shared ones included, or -1 if dropped.
 
@@ -289,7 +341,7 @@ class KeyTable:
         for tensor in self.arrays:
             tensor.zero_()
         self.keys[place_K], self.last[place_K] = ids_K[kept_K], last_K[kept_K]
-        as_bytes(self.tags)[place_K] = (hashes_K[kept_K] & 255).clamp(min=1).byte()
+        as_bytes(self.tags)[place_K] = _tags(hashes_K[kept_K])
         as_bytes(self.heat)[place_K] = as_bytes(saved.heat)[rows_K[kept_K]]
         self.counts.copy_(saved.counts)
         self.counts[DROPPED] += rows_K.numel() - kept_K.numel()
@@ -307,6 +359,10 @@ class KeyTable:
     def _values(self, ids_K: Tensor, key: int, dim: int) -> Tensor:
         values_KD: Tensor = self._kernels.first_values(ids_K, key, dim, self.policy.bound)
         return values_KD
+
+
+def _tags(hashes_N: Tensor) -> Tensor:
+    return (hashes_N & 255).clamp(min=1).byte()
 
 
 def refuse_elastic(where: str, way: str, **fields: object) -> NoReturn:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thermocline.errors import BadInput, IdOutOfRange
-from thermocline.ids.elastic import ElasticRows, Evicted, KeyTable, Moved, refuse_elastic
+from thermocline.ids.elastic import ElasticRows, Evicted, KeyTable, Moved, MovedIds, refuse_elastic
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap, RowRange, SaltedHash
 from thermocline.ids.keyed_map import KeyedMap
@@ -72,6 +72,9 @@ class FeatureMaps(IdMaps):
     def holds(self, table: int, first: int) -> bool:
         """Whether ids come and go in the part of a table that begins at a row."""
         return False
+
+    def replaced(self) -> None:
+        """Record that all ids are replaced."""
 
     def start(self, module: RowsModule) -> None:
         """Set the rows that ids share to their first values."""
@@ -137,6 +140,27 @@ class ElasticMaps(FeatureMaps):
         }
         return {name: sum(int(state[field]) for state in states) for name, field in names.items()}
 
+    def replaced(self) -> None:
+        for keys in self.keys:
+            keys.note_moved(torch.arange(keys.keys.numel()) + keys.rules.first)
+
+    def record_moves(self, recording: bool) -> None:
+        """Record which rows get other ids, for publishes; or no longer."""
+        for keys in self.keys:
+            keys.moved = [] if recording else None
+
+    def take_moved(self) -> list[tuple[int, MovedIds]]:
+        """The rows of each table that got other ids since this was called last, or lost theirs."""
+        found = [(place, keys.take_moved()) for place, keys in zip(self.places, self.keys, strict=True)]
+        return [(table, moved._replace(rows_K=moved.rows_K + first)) for (table, first), moved in found if len(moved.rows_K)]
+
+    def give_back_moved(self, taken: Sequence[tuple[int, MovedIds]]) -> None:
+        """Record moves again, after a publish that failed."""
+        for (table, first), keys in zip(self.places, self.keys, strict=True):
+            for index, moved in taken:
+                mine_K = (moved.rows_K >= first) & (moved.rows_K < first + keys.rules.rows)
+                keys.note_moved(*([moved.rows_K[mine_K] - first] if index == table else []))
+
     def holds(self, table: int, first: int) -> bool:
         return (table, first) in self.places
 
@@ -185,6 +209,7 @@ class ElasticMaps(FeatureMaps):
             arena.release(table, first + torch.cat([moved.rows_K, moved.left_E]).unique())
         if moved.came_K.numel():
             arena.write(table, moved.rows_K + first, keys.first_values(moved.came_K, arena.tables[table].dim))
+            arena.publish_first(table, moved.rows_K + first)
             for state in arena.state_views(table, trainer.states, trainer.optimizer.states_per_row > 0):
                 state[moved.rows_K + first] = 0.0
 

@@ -303,6 +303,17 @@ class Arena:
         if self.before_write_hook is not None:
             self.before_write_hook(rows_N)
 
+    def publish_first(self, table: int, rows_N: Tensor) -> None:
+        """Have the next publish send rows of a table, whatever its budget."""
+        if self.unpublished is not None:
+            self.unpublished.publish_first(rows_N + self._fields[table][F.ROW])
+
+    def replaced(self) -> None:
+        """Record that all rows were replaced: the next incremental save is full, and the next publish has every row."""
+        self.changes = None
+        if self.unpublished is not None:
+            self.unpublished.publish_first(torch.arange(self.rows))
+
     @property
     def tracks_writes(self) -> bool:
         """Whether `before_write` has an effect."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from thermocline.checkpoint.publishes.row_delta import RowDelta
 from thermocline.errors import BadInput, FormatError
 from thermocline.heat.profile import HeatProfile
+from thermocline.ids.elastic import MovedIds
 from thermocline.ids.idmap import IdMap
 from thermocline.plan.model import Plan
 from thermocline.serve.errors import NotReady
@@ -36,7 +37,7 @@ from thermocline.serve.served_model import ShardStatus
 from . import gpu_shards
 from .checkpoint_source import CheckpointSource
 from .huge_pages import HugePageThread
-from .in_place import check_deltas, put_deltas
+from .in_place import check_deltas, write_in_place
 from .lookup import warm_up
 from .memory_limits import reserve
 from .reader_pins import RetiredVersions, VersionReaders
@@ -86,11 +87,10 @@ class ShardGroup(ServedTables):
         self._plan = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         self._heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
         self._tally_S = np.zeros(shards + 1, np.int64)
-        self._load_lock, self._publish_lock = threading.Lock(), threading.Lock()  # the second is held briefly
+        self._load_lock, self._publish_lock = threading.RLock(), threading.Lock()  # the second is held briefly
         self._closed = False  # no version is published after it is set
         self._current: TableVersion | None = None
-        self._huge_pages = HugePageThread(())
-        self._held = 0  # the number of the current version
+        self._huge_pages, self._held = HugePageThread(()), 0  # the number of the current version
         self._retired = RetiredVersions()  # versions in the same segments, replaced by publishes
         self.publishes = PublishedModel(self)
         self._readers: VersionReaders | None = None
@@ -226,8 +226,8 @@ class ShardGroup(ServedTables):
     def host_lost(self) -> None:
         """Serve without the shards of lost hosts. Lookups in them raise `ShardDown`."""
         with self._publish_lock:
-            version = self._current
-            if self._hosts is not None and version is not None:
+            if self._hosts is not None and (version := self._current) is not None:
+                self._retired.add(version.pin)
                 local = version.segments[: len(self._local)]
                 self._current = replace(version, segments=tuple(self._hosts.segments(local, self.count)))
 
@@ -245,30 +245,31 @@ class ShardGroup(ServedTables):
         Raises:
             FormatError: the newer save is damaged
         """
-        if self.publishes.held or self._source.checkpoint.newer() is None:
-            return self.publishes.catch_up()
-        source = CheckpointSource(self.folder)
-        if self.publishes.contains(source):
-            self._source = source
-            return self.publishes.catch_up()
-        deltas = source.deltas(self._source.checkpoint.number) if self.publishes.is_checkpoint else None
-        if deltas is None:
-            self._load(source)
-        else:
-            self.apply_deltas(source.name, deltas, source.checkpoint.dense(), source.id_maps)
-            self._source = source
-            self.publishes.followed(source)
-        return True
+        with self.publishes.lock:  # no publish comes between the rows of a save and its number
+            if self.publishes.held or self._source.checkpoint.newer() is None:
+                return self.publishes.catch_up()
+            source = CheckpointSource(self.folder)
+            if self.publishes.contains(source):
+                self._source = source
+                return self.publishes.catch_up()
+            deltas = source.deltas(self._source.checkpoint.number) if self.publishes.is_checkpoint else None
+            if deltas is None:
+                self._load(source)
+            else:
+                self.apply_deltas(source.name, deltas, source.checkpoint.dense(), source.id_maps)
+                self._source = source
+                self.publishes.followed(source)
+            return True
 
     def apply_deltas(
         self, name: str, deltas: Mapping[str, RowDelta], dense: Mapping[str, Tensor] | None = None,
-        id_maps: Mapping[str, IdMap] | None = None,
+        id_maps: Mapping[str, IdMap] | None = None, moved: Mapping[str, MovedIds] | None = None,
     ) -> None:  # fmt: skip
         """Serve changed rows, and other ids if given, from now on as version `name`. Lookups in progress keep the old ones."""
         with self._load_lock:
             check_deltas(self.current, deltas)
-            self._replace(self.current.with_deltas(name, deltas, dense, id_maps))
-            self._settle()
+            self._replace(self.current.with_deltas(name, deltas, dense, id_maps, moved))
+            self.settle()
 
     def _replace(self, version: TableVersion) -> None:
         """Serve another version in the same segments."""
@@ -302,19 +303,15 @@ class ShardGroup(ServedTables):
     def settle(self) -> bool:
         """Write changed rows in place, if no lookup reads an earlier version. False if the overlay stays for now."""
         with self._load_lock:
-            return self._settle()
-
-    def _settle(self) -> bool:
-        if self._current is None or self._current.overlay is None:
+            if self._current is None or self._current.is_in_place:
+                return True
+            if not self._retired.wait(GRACE_S) or not (self._readers is None or self._readers.settle(self, GRACE_S)):
+                return False
+            try:
+                self._replace(write_in_place(self.current, self._hosts, self._held))
+            except (OSError, EOFError, FormatError):  # another host is gone: the overlay has its rows
+                return False
             return True
-        if not self._retired.wait(GRACE_S) or not (self._readers is None or self._readers.settle(self, GRACE_S)):
-            return False
-        try:
-            put_deltas(self.current, self.current.overlay_rows, self._hosts, self._held)
-        except (OSError, EOFError, FormatError):  # another host is gone: the overlay has its rows
-            return False
-        self._replace(replace(self.current, overlay=None))
-        return True
 
     def module(self) -> FrozenTables:
         """The tables as a module, for a PyTorch model in this process."""
