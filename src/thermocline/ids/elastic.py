@@ -19,7 +19,23 @@ from torch import Tensor
 from thermocline.errors import BadInput
 from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.elastic import fields as K
-from thermocline.kernels.elastic.fields import KeyArrays, KeyRules
+from thermocline.kernels.elastic.fields import (
+    ADMITTED,
+    BARRIER,
+    DROPPED,
+    EVAL_LOOKUPS,
+    EVAL_SHARED,
+    EVICTED,
+    EXPIRED,
+    LOOKUPS,
+    REFUSED,
+    SHARED,
+    STEPS,
+    WAITING,
+    WINDOW,
+    KeyArrays,
+    KeyRules,
+)
 from thermocline.kernels.elastic.reference import as_bytes, bucket_of, placing_order, score
 from thermocline.kernels.ids.reference import hash_ids, signed
 
@@ -31,10 +47,6 @@ _COUNTS = (
     "admitted", "evicted", "expired", "refused", "dropped", "lookups", "shared_lookups", "eval_lookups", "shared_eval_lookups",
     "waiting", "steps",
 )  # fmt: skip
-(
-    ADMITTED, EVICTED, EXPIRED, REFUSED, DROPPED, LOOKUPS, SHARED, EVAL_LOOKUPS, EVAL_SHARED, WAITING, STEPS,
-    BARRIER, WINDOW,
-) = range(13)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,11 @@ CELLS = 32  # counters of a bucket in each of DEPTH lines: its part of the sketc
 MOST = 255  # counts are bytes that stop here
 PINNED = -1  # in place of the last step
 BYTES_PER_ROW = 16  # keys 8, last 4, tags 1, heat 1, sketch 2
+# Counts of a key table. BARRIER is the step since which rows are in use, WINDOW counts towards the next halving of the sketch.
+(
+    ADMITTED, EVICTED, EXPIRED, REFUSED, DROPPED, LOOKUPS, SHARED, EVAL_LOOKUPS, EVAL_SHARED, WAITING, STEPS,
+    BARRIER, WINDOW,
+) = range(13)  # fmt: skip
 
 
 class KeyArrays(NamedTuple):
