@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from .elastic import ElasticRows, KeyTable
@@ -32,9 +31,8 @@ class KeyedMap(IdMap):
     def find(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
         """(the row of each id, whether it is the id's own)."""
         assert self.keys is not None
-        rows_N, missed_M = self.keys.find(ids_N.to(self.keys.keys.device).contiguous())
-        own_N = torch.ones_like(rows_N, dtype=torch.bool).index_fill_(0, missed_M, False)
-        return (rows_N + self.first).to(ids_N.device), own_N.to(ids_N.device)
+        rows_N = self.keys.rows_of(ids_N.to(self.keys.keys.device).contiguous())
+        return (rows_N + self.first).to(ids_N.device), (rows_N < self.keys.rules.rows).to(ids_N.device)
 
 
 def new_keys(policy: ElasticRows) -> KeyTable:

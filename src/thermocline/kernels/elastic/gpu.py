@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import secrets
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -31,7 +30,8 @@ from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
 from thermocline.kernels.ids.gpu import _ones, hash_id
 
 from . import fields as K
-from .fields import KeyArrays, KeyRules
+from .fields import GpuBatch, GpuMoves, KeyArrays, KeyRules, TableRows
+from .gpu_begin import begin_rows, begin_some
 
 TILE, FIND_TILE = 512, 128
 MOST_PROGRAMS = 4096
@@ -41,7 +41,7 @@ ROWS, SHARED, KEY, HALF_LIFE, LRU, ADMIT_AFTER, TTL, SWEEP, SECRET = (tl.constex
 # Numbers of a step.
 CAME, MISSED, TOUCHED, LISTED, HALVINGS = (tl.constexpr(n) for n in range(5))
 _NUMBERS = 8
-FIND, READ, READ_TO_TRAIN, STEP, PROTECTED_STEP = (tl.constexpr(n) for n in range(5))
+READ, READ_TO_TRAIN, STEP = (tl.constexpr(n) for n in (K.READ, K.READ_TO_TRAIN, K.STEP))
 PINNED, MOST, BUCKET = tl.constexpr(K.PINNED), tl.constexpr(K.MOST), tl.constexpr(K.BUCKET)
 ADMITTED, EVICTED, EXPIRED, REFUSED = (tl.constexpr(n) for n in (K.ADMITTED, K.EVICTED, K.EXPIRED, K.REFUSED))
 WAITING, STEPS, BARRIER, WINDOW = (tl.constexpr(n) for n in (K.WAITING, K.STEPS, K.BARRIER, K.WINDOW))
@@ -49,16 +49,7 @@ _LOOKUPS, _SHARED_LOOKUPS = tl.constexpr(K.LOOKUPS), tl.constexpr(K.SHARED)
 _EVAL_LOOKUPS, _EVAL_SHARED = tl.constexpr(K.EVAL_LOOKUPS), tl.constexpr(K.EVAL_SHARED)
 _CELLS_OF_BUCKET = tl.constexpr(K.DEPTH * K.CELLS)
 _SECRET = secrets.randbits(62)
-
-
-class Came(NamedTuple):
-    """The ids that got rows in a step; the first `numbers[CAME]` entries count. Their order is arbitrary."""
-
-    ids_C: Tensor
-    rows_C: Tensor
-    before_C: Tensor  # the ids that had the rows
-    left_C: Tensor  # int32: whether there was one
-    numbers: Tensor
+__all__ = ["begin_moves", "begin_rows", "find", "find_rows", "step"]
 
 
 @lru_cache(maxsize=256)
@@ -139,7 +130,7 @@ def _find(
 ):  # fmt: skip
     program = tl.program_id(0)
     if KIND >= STEP and program == 0:
-        _begin_step(counts, KIND == PROTECTED_STEP)
+        _begin_step(counts, KIND > STEP)
     if KIND == READ_TO_TRAIN and program == 0:
         tl.store(counts + BARRIER, 0)
     begin, end = program.to(tl.int64) * TILE, ids_count.to(tl.int64)
@@ -277,25 +268,20 @@ def _expire(last, tags, rule, counts, rows, PROTECT: tl.constexpr, PROGRAMS: tl.
             tl.atomic_add(counts + EXPIRED, count)
 
 
-class Batch(NamedTuple):
-    """Ids of all features, feature-major, of which those of some features have rows of the table."""
-
-    ids_N: Tensor
-    offsets: Tensor
-    users_F: Tensor  # int32: whether the ids of a feature are meant; one feature means all
-    rows_N: Tensor  # their rows are written here
-    first: int = 0  # added to them
-
-
-def find_rows(arrays: KeyArrays, rules: KeyRules, counts: Tensor, batch: Batch, kind: int = FIND.value) -> None:
+def find_rows(arrays: KeyArrays, rules: KeyRules, counts: Tensor, batch: GpuBatch, kind: int = K.FIND) -> None:
     """Write the row of each id, its own or a shared one; `kind` says what to count."""
     if batch.ids_N.numel():
         none = arrays.tags
         _launch_find(arrays, _rule_on(counts.device, rules, 1, None, 1), batch, (none, none, none, counts, none), 0, kind)
 
 
+def begin_moves(table: TableRows, moves: GpuMoves, bound: float, first: int) -> None:
+    """Begin the rows of ids that came."""
+    begin_some(table, moves.ids_C, moves.rows_C, moves.numbers, moves.key, bound, first)
+
+
 def _launch_find(
-    arrays: KeyArrays, rule: Tensor, batch: Batch, state: tuple[Tensor, ...], slot_mask: int, kind: int
+    arrays: KeyArrays, rule: Tensor, batch: GpuBatch, state: tuple[Tensor, ...], slot_mask: int, kind: int
 ) -> None:  # fmt: skip
     count, features = batch.ids_N.numel(), batch.users_F.numel()
     per_feature = (batch.offsets.numel() - 1) // features
@@ -309,14 +295,14 @@ def _launch_find(
 def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Tensor]:
     """`reference.find`; waits for the GPU."""
     rows_N, none = torch.empty_like(ids_N), torch.zeros(2, dtype=torch.int64, device=ids_N.device)
-    find_rows(arrays, rules, none, Batch(ids_N.contiguous(), none, none[:1], rows_N))
+    find_rows(arrays, rules, none, GpuBatch(ids_N.contiguous(), none, none[:1], rows_N))
     return rows_N, (rows_N >= rules.rows).nonzero()[:, 0]
 
 
 def step(
-    arrays: KeyArrays, rules: KeyRules, counts: Tensor, batch: Batch, admit_after: int, ttl: int | None, sweep: int,
+    arrays: KeyArrays, rules: KeyRules, counts: Tensor, batch: GpuBatch, admit_after: int, ttl: int | None, sweep: int,
     protect: bool,
-) -> Came:  # fmt: skip
+) -> GpuMoves:  # fmt: skip
     """A training step: writes rows, and returns the ids that came."""
     from .gpu_place import place
 
@@ -328,13 +314,13 @@ def step(
     lists = torch.empty(4 * count + buckets + min(count, buckets), dtype=torch.int32, device=device)
     seen, before, places, listed, starts, touched = lists.split([count] * 4 + [buckets, min(count, buckets)])
     ids_C, rows_C, before_C = torch.empty(3, most, dtype=torch.int64, device=device)
-    came = Came(ids_C, rows_C, before_C, torch.empty(most, dtype=torch.int32, device=device), numbers)
+    came = GpuMoves(ids_C, rows_C, before_C, torch.empty(most, dtype=torch.int32, device=device), numbers, rule[KEY.value :])
     rows, tile = arrays.keys.numel(), (TILE,)
     if ttl is not None:
         programs = min(MOST_PROGRAMS, ceil_div(rows, TILE))
         tags = arrays.tags.view(torch.uint8)
         launch(_expire, programs, (arrays.last, tags, rule, counts), (rows,), (protect, programs, TILE), exact=True)
-    kind = (PROTECTED_STEP if protect else STEP).value
+    kind = K.PROTECTED_STEP if protect else K.STEP
     _launch_find(arrays, rule, batch, (claims, seen, table, counts, numbers), slots - 1, kind)
     programs = max(1, ceil_div(count, TILE))
     known = (batch.rows_N, claims)

@@ -7,6 +7,7 @@ All ids read the sketch before any of them writes it.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,7 +16,7 @@ from thermocline.kernels.gpu.launch import launch
 from thermocline.kernels.ids.gpu import hash_id
 
 from . import fields as K
-from .fields import KeyArrays
+from .fields import GpuMoves, KeyArrays
 from .gpu import (
     ADMIT_AFTER,
     ADMITTED,
@@ -33,11 +34,11 @@ from .gpu import (
     STEPS,
     TOUCHED,
     WAITING,
-    Came,
     tag_of,
 )
 
 MOST_PROGRAMS = 2112  # 16 on each multiprocessor of an H200
+IDS = tl.constexpr(16)  # of a bucket, looked at together: most batches have one or two
 _DEPTH, _CELLS = tl.constexpr(K.DEPTH), tl.constexpr(K.CELLS)
 
 
@@ -52,8 +53,8 @@ def _cell(hash_T, line):
 
 @triton.jit
 def _ids(listed, ids, begin, end, key):
-    """64 ids of the list: (lookup, id, hash, whether it is there)."""
-    k = begin + tl.arange(0, BUCKET)
+    """`IDS` ids of the list: (lookup, id, hash, whether it is there)."""
+    k = begin + tl.arange(0, IDS)
     lookup_K = tl.load(listed + k, mask=k < end, other=0)
     id_K = tl.load(ids + lookup_K, mask=k < end, other=0)
     return lookup_K, id_K, hash_id(id_K, key), k < end
@@ -63,7 +64,7 @@ def _ids(listed, ids, begin, end, key):
 def _estimate(listed, ids, times, cells, begin, end, key, after):
     """Replace the lookups of ids by estimates of all of their lookups; returns how many are enough."""
     ready = tl.zeros((), tl.int32)
-    for first in range(begin, end, BUCKET):
+    for first in range(begin, end, IDS):
         lookup_K, _, hash_K, mask_K = _ids(listed, ids, first, end, key)
         least_K = tl.zeros_like(lookup_K) + MOST
         for line in range(_DEPTH):
@@ -81,7 +82,7 @@ def _count(listed, ids, times, cells, begin, end, key):
     cell = tl.arange(0, _CELLS)
     for line in range(_DEPTH):
         most_C = tl.load(cells + line * _CELLS + cell).to(tl.int32)
-        for first in range(begin, end, BUCKET):
+        for first in range(begin, end, IDS):
             lookup_K, _, hash_K, mask_K = _ids(listed, ids, first, end, key)
             heat_K = tl.load(times + lookup_K, mask=mask_K, other=0)
             mine = _cell(hash_K, tl.zeros_like(lookup_K) + line)[:, None] == cell[None, :]
@@ -110,7 +111,7 @@ def _best(listed, ids, times, begin, end, key, after):
     heat_B = tl.zeros((BUCKET,), tl.int32) - 1
     lookup_B = tl.zeros((BUCKET,), tl.int32)
     order_B = tl.zeros((BUCKET,), tl.int64)
-    for first in range(begin, end, BUCKET):
+    for first in range(begin, end, IDS):
         lookup_K, _, hash_K, mask_K = _ids(listed, ids, first, end, key)
         order_K = (hash_K ^ 0x8000000000000000).to(tl.int64, bitcast=True)
         heat_K = tl.where(mask_K, tl.load(times + lookup_K, mask=mask_K, other=-1), -1)
@@ -128,7 +129,7 @@ def _best(listed, ids, times, begin, end, key, after):
 
 @triton.jit
 def _rows(last, tags, heat, first, rule, counts):
-    """Rows of a bucket: (row, rank among those that can be given away, score, whether they are free, whether they can)."""
+    """Rows of a bucket in the order in which they are given away: (row, score, whether it is free, whether it can go)."""
     row_R = first + tl.arange(0, BUCKET)
     mask_R = row_R < tl.load(rule + ROWS)
     free_R = mask_R & (tl.load(tags + row_R, mask=mask_R, other=0) == 0)
@@ -137,17 +138,12 @@ def _rows(last, tags, heat, first, rule, counts):
     half_life = tl.load(rule + HALF_LIFE)
     halvings_R = tl.minimum(tl.load(counts + STEPS) // half_life - last_R // half_life, 8)
     score_R = tl.load(heat + row_R, mask=mask_R, other=0).to(tl.int64) >> tl.maximum(halvings_R, 0)
-    score_R = tl.where(free_R | (tl.load(rule + LRU) != 0), 0, score_R)
-    key_R = (score_R << 38) + (tl.where(free_R, 0, last_R) << 6) + tl.arange(0, BUCKET)
-    key_R = tl.where(free_R, key_R, tl.where(cold_R, key_R + (1 << 50), key_R + (1 << 60)))
-    rank_R = tl.sum((key_R[:, None] < key_R[None, :]).to(tl.int32), 0)
-    return row_R, rank_R, score_R, free_R, free_R | cold_R
-
-
-@triton.jit
-def _given(x_B, takes, nothing):
-    """What the id that meets each row has."""
-    return tl.max(tl.where(takes, x_B[None, :], nothing), 1)
+    score_R = tl.where(tl.load(rule + LRU) != 0, 0, score_R)
+    key_R = (1 << 50) + (score_R << 38) + (last_R << 6)
+    key_R = tl.where(free_R, 0, tl.where(cold_R, key_R, 1 << 60)) + tl.arange(0, BUCKET)
+    key_R = tl.sort(key_R)
+    free_R = key_R < BUCKET
+    return first + (key_R & (BUCKET - 1)), tl.where(free_R, 0, (key_R >> 38) & 255).to(tl.int32), free_R, key_R < (1 << 60)
 
 
 @triton.jit
@@ -164,10 +160,8 @@ def _place(
         ready = _estimate(listed, ids, times, cells, begin, end, key, after)
         tl.debug_barrier()
         _count(listed, ids, times, cells, begin, end, key)
-        heat_B, lookup_B = _best(listed, ids, times, begin, end, key, after)
-        row_R, rank_R, score_R, free_R, can_R = _rows(last, tags, heat, bucket * BUCKET, rule, counts)
-        takes = rank_R[:, None] == tl.arange(0, BUCKET)[None, :]
-        heat_R, lookup_R = _given(heat_B, takes, -1), _given(lookup_B, takes, 0)
+        heat_R, lookup_R = _best(listed, ids, times, begin, end, key, after)
+        row_R, score_R, free_R, can_R = _rows(last, tags, heat, bucket * BUCKET, rule, counts)
         given_R = can_R & (heat_R >= 0) & (score_R <= heat_R)
         id_R = tl.load(ids + lookup_R, mask=given_R, other=0)
         number = tl.sum(given_R.to(tl.int32), 0)
@@ -189,13 +183,9 @@ def _place(
         tl.atomic_add(counts + EVICTED, tl.sum(left_R.to(tl.int64), 0))
 
 
-def place(arrays: KeyArrays, rule: Tensor, ids_N: Tensor, lists: tuple[Tensor, ...], came: Came) -> None:
+def place(arrays: KeyArrays, rule: Tensor, ids_N: Tensor, lists: tuple[Tensor, ...], moves: GpuMoves) -> None:
     """Give rows to the listed ids of all buckets that have any."""
-    import torch
-
     keys, last, *rest = arrays
     programs = max(1, min(MOST_PROGRAMS, lists[2].numel()))
-    launch(
-        _place, programs, (keys, last, *(each.view(torch.uint8) for each in rest), rule, ids_N, *lists, *came), (), (programs,),
-        exact=True,
-    )  # fmt: skip
+    state = (keys, last, *(each.view(torch.uint8) for each in rest), rule, ids_N)
+    launch(_place, programs, (*state, *lists, *moves[:5]), (), (programs,), exact=True)
