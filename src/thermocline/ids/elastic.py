@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from thermocline.errors import BadInput
+from thermocline.kernels.cpu.huge_pages import huge_page_zeros
 from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.elastic import fields as K
 from thermocline.kernels.elastic.fields import (
@@ -142,10 +144,10 @@ class KeyTable:
         self.on_evict: Evicted | None = None
         self._steps = 0  # of this process, on a GPU
         words, rows = K.BUCKET // 4, max(0, min(policy.own, K.BUCKET * self.buckets.stop) - self.rules.first)
-        self.keys = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.last = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.tags, self.heat = (torch.zeros(words * len(self.buckets), dtype=torch.int32, device=device) for _ in range(2))
-        self.sketch = torch.zeros(K.DEPTH * K.CELLS // 4 * len(self.buckets), dtype=torch.int32, device=device)
+        zeros = huge_page_zeros if torch.device(device).type == "cpu" else partial(torch.zeros, device=device)
+        self.keys, self.last = zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.int32)
+        self.tags, self.heat = (zeros(words * len(self.buckets), dtype=torch.int32) for _ in range(2))
+        self.sketch = zeros(K.DEPTH * K.CELLS // 4 * len(self.buckets), dtype=torch.int32)
         self.counts = torch.zeros(WINDOW + 1, dtype=torch.int64, device=device)
 
     @property
