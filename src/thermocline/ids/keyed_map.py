@@ -35,8 +35,8 @@ class KeyedMap(IdMap):
         """(the row of each id, whether it is the id's own)."""
         assert self.keys is not None
         here_N = ids_N.to(self.keys.keys.device).contiguous()
-        rows_N, missed_M = self.keys.find(here_N)
-        own_N = torch.ones_like(rows_N, dtype=torch.bool).index_fill_(0, missed_M, False)
+        rows_N = self.keys.rows_of(here_N)
+        own_N = rows_N < self.keys.rules.rows
         if self.moved is not None:
             rows_N, own_N = _after(self.moved, self.keys, here_N, rows_N, own_N)
         return (rows_N + self.first).to(ids_N.device), own_N.to(ids_N.device)
