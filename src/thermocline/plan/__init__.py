@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from .solve.row_levers import FeatureColumn, hash_sizes, prune, unify
     from .tables import TableConfig, TablesConfig
     from .topology import GpuSpec, HostSpec, Link, Links, Topology, presets
-    from .torchrec import plan_from_torchrec
 
 __all__ = [
     "FeatureColumn", "GpuSpec", "HostSpec", "Link", "Links", "MeasuredRun", "Plan", "RunComparison", "TableConfig", "TablePlan",
     "TablesConfig", "Tier", "Topology", "bytes_per_row", "check_run", "estimate_memory", "explain", "fingerprint", "hash_sizes",
-    "make_plan", "plan_from_torchrec", "plan_page", "presets", "prune", "shipped", "unify",
+    "make_plan", "plan_page", "presets", "prune", "shipped", "unify",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

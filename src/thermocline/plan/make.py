@@ -26,7 +26,7 @@ from .solve.row_levers import SMALL
 from .solve.row_reduction import ReducedTables, ReductionOptions, RowReducer
 from .solve.solver import Problem, Score, Search, score
 from .solve.tiers import OWNER_POOLED
-from .solve.torchrec import score_of
+from .solve.torchrec import NAME, score_of
 from .tables import TableConfig, TablesConfig
 from .topology import BACKENDS, Backend, Topology
 from .units import read_bytes, read_share, show_bytes
@@ -96,7 +96,7 @@ def make_plan(
     options = ReductionOptions(prune, hash, unify)
     request = read_request(tables, heat, read_topology(topology, backend), budget, goal, gradients, options, shuffled, sums)
     problem = Problem.of(request.workload())
-    scores, search = solve(problem, [] if torchrec is None else [("TorchRec's plan", score_of(problem, torchrec))])
+    scores, search = solve(problem, [] if torchrec is None else [(NAME, score_of(problem, torchrec))])
     best = scores[0][1]
     if search is None or best.peak_bytes > request.budget:
         raise infeasible_error(request, problem)

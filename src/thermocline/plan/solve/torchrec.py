@@ -21,6 +21,7 @@ from thermocline.errors import BadInput
 from .solver import Problem, Score, score
 from .tiers import OWNER_POOLED, TABLE_WISE
 
+NAME = "TorchRec's plan"  # among candidates
 ROW_WISE = ("row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard")
 
 
