@@ -289,8 +289,12 @@ class Plan(FileModel):
 
     @property
     def fullest_rank(self) -> RankPlan:
-        """The rank with most bytes."""
-        return max(self.ranks, key=lambda rank: rank.total)
+        """The rank with most bytes, as a share of its budget."""
+        return max(self.ranks, key=lambda rank: rank.total / self.budget_of(rank))
+
+    def budget_of(self, rank: RankPlan) -> int:
+        """The bytes that tables may fill on a rank: the budget, or the memory of its GPU where that is less."""
+        return self.topology.room_of_nodes(self.budget)[rank.first // self.topology.gpus_per_node]
 
     def table(self, name: str) -> TablePlan:
         """The decisions for one table, by name."""
