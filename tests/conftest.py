@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("COLUMNS", None)  # xdist sets it in its workers, and tables would be printed in parts
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -19,3 +20,11 @@ if not torch.cuda.is_available():
 slowly = [HealthCheck.too_slow]
 settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25, suppress_health_check=slowly)
 settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked `exhaustive` out, unless `-m` names the mark."""
+    if "exhaustive" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)

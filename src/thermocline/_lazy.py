@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, so that importing the package does not load torch, Numba or pydantic."""
+"""What is imported on first use: names of a package, so that its import loads neither torch nor Numba; and torch's compiler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def homes(package: str) -> dict[str, str]:
@@ -32,3 +36,19 @@ def lazy_exports(package: str) -> tuple[Callable[[str], object], Callable[[], li
         return value
 
     return load, lambda: sorted(module.__all__)
+
+
+def uncompiled(function: Function) -> Function:
+    """`torch.compiler.disable`, which imports torch._dynamo (a second of a processor) only where something else has."""
+
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments, **keywords)
+        if not disabled:
+            disabled.append(sys.modules["torch"].compiler.disable(function))
+        return disabled[0](*arguments, **keywords)
+
+    return call  # type: ignore[return-value]

@@ -1,24 +1,18 @@
-"""`python -m benchmarks` as a user meets it: real processes, their output and their exit codes."""
+"""`python -m benchmarks` as a user meets it: processes of its own, their output and their exit codes."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = str(Path(__file__).resolve().parents[2])
+from forked import Forked
 
 
 def run(*arguments, before="", cwd=None):
     """Run the command in a process of its own; `before` is Python to run there first."""
     code = f"import runpy, sys\n{before}\nsys.argv[0] = 'benchmarks'\nrunpy.run_module('benchmarks', run_name='__main__')"
-    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "100", "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+    return Forked(code, *arguments, cwd=cwd, NO_COLOR="1", COLUMNS="100").finish()
 
 
 def row(case, ok=True, asked=1.0, **changes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from forked import thermocline
 from thermocline.heat import HeatProfile
 from thermocline.heat.log_files import profile_files
 
@@ -32,9 +32,7 @@ profiler.Profiler.add = add_and_interrupt
 
 
 def heat(*arguments, before=""):
-    code = f"import sys\n{before}\nsys.argv[0] = 'thermocline'\nfrom thermocline.cli import main\nmain()"
-    command = [sys.executable, "-c", code, "heat", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
+    return thermocline("heat", *arguments, before=before)
 
 
 @pytest.fixture
@@ -111,9 +109,14 @@ def test_a_profile_that_does_not_fit_stays_below_its_memory(tmp_path):
     rows = 4_000_037
     parquet.write_table(pyarrow.table({"id": np.arange(rows) * 7919}), tmp_path / "log.parquet", use_dictionary=False)
     # Not ru_maxrss, which a process inherits from the one that started it.
-    measure = "import atexit; atexit.register(lambda: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]))"
-    command = ["profile", tmp_path / "log.parquet", "--columns", "id", "--memory", "512MiB", "-o", tmp_path / "heat.tc"]
-    done = heat(*command, "--quiet", before=measure)
+    code = """
+import atexit
+atexit.register(lambda: print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]))
+from thermocline.cli import main
+main()
+"""
+    options = ["heat", "profile", tmp_path / "log.parquet", "--columns", "id", "--memory", "512MiB", "-o", tmp_path / "heat.tc"]
+    done = subprocess.run([sys.executable, "-c", code, *options, "--quiet"], capture_output=True, text=True)
     assert done.returncode == 0 and int(done.stdout) < 512 << 10  # KiB
     table = HeatProfile.load(tmp_path / "heat.tc")["id"]
     assert not table.exact and table.lookups == rows and abs(table.distinct - rows) < 2 * table.error * rows

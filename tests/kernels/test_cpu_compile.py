@@ -15,6 +15,7 @@ import numba
 import pytest
 from numba.core.bytecode import FunctionIdentity
 
+from forked import Forked
 from thermocline.kernels.cpu import compile as compile_cpu
 from thermocline.kernels.cpu.cache_folder import private_folder, refusal
 from thermocline.kernels.cpu.vectors import prefetch
@@ -23,7 +24,7 @@ _TOY = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 from thermocline.kernels.cpu import compile as compile_cpu
-compile_cpu._MODULES = ()
+compile_cpu._MODULES, compile_cpu._kernels = (), []
 
 @compile_cpu.kernel("int64(int64)")
 def twice(x):
@@ -34,18 +35,14 @@ print("folder", compile_cpu.cache_folder())
 """
 
 
-def _start(script: Path, *arguments: str, stderr: Any = None, **variables: str) -> subprocess.Popen[str]:
-    source = str(Path(compile_cpu.__file__).parents[3])
-    path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, **variables}
-    command = [sys.executable, str(script), *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
+def _start(script: Path, *arguments: str, **options: Any) -> Forked:
+    return Forked(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", *arguments, **options)
 
 
-def _finish(process: subprocess.Popen[str]) -> str:
-    out, _ = process.communicate(timeout=600)
-    assert process.returncode == 0
-    return out
+def _finish(process: Forked) -> str:
+    done = process.finish()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_one_of_several_processes_compiles_and_logs_it(tmp_path: Path) -> None:
@@ -62,7 +59,7 @@ _FROM_A_FACTORY = """
 import sys
 import numpy as np
 from thermocline.kernels.cpu import compile as compile_cpu
-compile_cpu._MODULES = ()
+compile_cpu._MODULES, compile_cpu._kernels = (), []
 
 def make(k):
     @compile_cpu.helper
@@ -182,9 +179,8 @@ def test_kernels_of_a_server_are_compiled_apart_from_those_of_training() -> None
 def test_compiling_is_announced_once_where_stderr_is_no_terminal(tmp_path: Path) -> None:
     script = tmp_path / "toy.py"
     script.write_text(_TOY.replace("logging.basicConfig(level=logging.INFO, stream=sys.stdout)", ""))
-    with open(tmp_path / "err", "w+") as errors:
-        for _ in range(2):
-            _finish(_start(script, stderr=errors, THERMOCLINE_CACHE=str(tmp_path / "cache")))
+    for _ in range(2):
+        _finish(_start(script, stderr=tmp_path / "err", THERMOCLINE_CACHE=str(tmp_path / "cache")))
     lines = (tmp_path / "err").read_text().splitlines()
     assert len(lines) == 1 and str(tmp_path / "cache") in lines[0]
 
@@ -193,7 +189,7 @@ def test_progress_is_shown_on_a_terminal(tmp_path: Path) -> None:
     script = tmp_path / "toy.py"
     script.write_text(_TOY)
     ours, theirs = os.openpty()
-    _finish(_start(script, stderr=theirs, THERMOCLINE_CACHE=str(tmp_path / "cache")))
+    _finish(_start(script, stderr=os.ttyname(theirs), THERMOCLINE_CACHE=str(tmp_path / "cache")))
     os.close(theirs)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)

@@ -122,8 +122,8 @@ def page() -> str:
         "([how](modules.md#compile-capture-export)); a copy or a new module has other memory and is captured again. Its tests",
         "need a GPU. Frozen rows work everywhere.",
         "",
-        "`tests/nn/test_matrix.py` runs every pair of values and every refusal; `pytest -m slow tests/nn/test_matrix.py` runs",
-        "the rest of the product. Sharded collections have their own tests (`tests/distributed`).",
+        "`tests/nn/test_matrix.py` runs every pair of values and every refusal; `pytest -m exhaustive` runs the rest of the",
+        "product. Sharded collections have their own tests (`tests/distributed`).",
     ]
     return "\n".join(lines) + "\n"
 

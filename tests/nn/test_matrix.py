@@ -250,7 +250,7 @@ def test_a_cell_works_or_is_refused(cell: Cell) -> None:
     check(cell)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cell", OTHERS, ids=name_of)
 def test_every_other_cell_works_or_is_refused(cell: Cell) -> None:
     check(cell)

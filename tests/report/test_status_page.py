@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "serve" / "server"))
 import tritonclient.grpc as client
 from fake_server import make_folder, start, until
 from test_browser import BEYOND, CONTRAST, VISIBLE, WINDOWS
+
+from forked import thermocline
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,7 @@ def test_the_page_shows_that_the_server_is_gone(browser, tmp_path):
 
 def status(*arguments):
     """`thermocline serve status` in a process of its own."""
-    command = [sys.executable, "-m", "thermocline", "serve", "status", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
+    return thermocline("serve", "status", *arguments)
 
 
 def test_the_status_can_be_saved_as_a_page(browser, server, tmp_path):

@@ -1,21 +1,14 @@
-"""`thermocline data` and `thermocline train` as a user meets them: real processes."""
+"""`thermocline data` and `thermocline train` as a user meets them: processes of their own."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from forked import thermocline
+
 SMALL = ["--samples", 2000, "--rows", 1000, "--dim", 4, "--batch", 100]
-
-
-def thermocline(*arguments, before=""):
-    code = f"import sys\n{before}\nsys.argv[0] = 'thermocline'\nfrom thermocline.cli import main\nmain()"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1", "COLUMNS": "100"})
 
 
 def test_a_synthetic_log_can_be_written_and_trained_on(tmp_path):

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline._lazy import uncompiled
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.kernels.layout import Cache
 from thermocline.nn.rows_module import RowsModule
@@ -172,7 +173,7 @@ class Snapshot(LiveRows):
 
     # -- called by a training step ------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def copy_before_write(self, rows_N: Tensor) -> None:
         """Copy arena rows that were not read yet; wait while the budget is spent."""
         rows = rows_N.detach().cpu().numpy()

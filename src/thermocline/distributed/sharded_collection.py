@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from thermocline import formats as F
+from thermocline._lazy import uncompiled
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
@@ -119,7 +120,7 @@ class ShardedCollection(RowsModule):
 
     # -- a batch ------------------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def forward(self, input: Any) -> Pooled | Unpooled:
         """Look up a batch, with the input and output of `EmbeddingCollection.forward`. Collective."""
         if isinstance(input, PrefetchedInput):

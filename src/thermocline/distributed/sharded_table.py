@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline._lazy import uncompiled
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.ops import without_padding
@@ -41,7 +42,7 @@ class ShardedTable(ShardedCollection):
         copied: Tensor = self._copy_rows().to(self.dtype)
         return copied.as_subclass(ReadOnlyWeight)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _copy_rows(self) -> Tensor:
         if not (torch.is_grad_enabled() and self.placeholder.requires_grad):
             return self.get_rows()
@@ -78,7 +79,7 @@ class ShardedEmbeddingBag(ShardedTable):
     plain = EmbeddingBag
     include_last_offset: bool
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def forward(
         self, input: Tensor | PrefetchedInput, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
@@ -108,7 +109,7 @@ class ShardedEmbedding(ShardedTable):
 
     plain = Embedding
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def forward(self, input: Tensor | PrefetchedInput) -> Tensor:
         """Look up ids of any shape, as `Embedding.forward`. Collective."""
         (ids,) = arguments = input.arguments if isinstance(input, PrefetchedInput) else (input,)

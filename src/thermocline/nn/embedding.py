@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from thermocline._lazy import uncompiled
 from thermocline.errors import BadInput, BadMode, BadPadding, IdOutOfRange
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.arguments import LookupCall
@@ -94,7 +95,7 @@ class _SingleTable(RowsModule):
         copied: Tensor = self._copy_rows().to(self.dtype)
         return copied if torch.compiler.is_compiling() else copied.as_subclass(ReadOnlyWeight)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _copy_rows(self) -> Tensor:
         """All rows, read outside of compiled graphs: their backward runs Python."""
         copied = self.read_table(0)

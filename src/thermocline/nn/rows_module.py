@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from thermocline import formats as F
+from thermocline._lazy import uncompiled
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.heat.profile import HeatProfile
 from thermocline.kernels import ops
@@ -119,7 +120,7 @@ class RowsModule(nn.Module):
         """
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
         if (elastic := maps is not None and maps.elastic) and torch.compiler.is_compiling():
-            return _look_up_uncompiled(self, ids, offsets, weights, mode)  # type: ignore[no-any-return]
+            return _look_up_uncompiled(self, ids, offsets, weights, mode)
         trains = self._trains()
         if self.follows_autocast and torch.is_autocast_enabled(arena.device.type):
             dtype = torch.get_autocast_dtype(arena.device.type)
@@ -363,7 +364,7 @@ class RowsModule(nn.Module):
         return {**self.__dict__, "_fused": None, "_prefetched": PrefetchedBatches()}
 
 
-_look_up_uncompiled = torch.compiler.disable(RowsModule.look_up)
+_look_up_uncompiled = uncompiled(RowsModule.look_up)
 
 
 def fused_optimizer(model: nn.Module) -> FusedOptimizer:

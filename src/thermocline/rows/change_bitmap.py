@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thermocline._lazy import uncompiled
+
 _WORD = 32
 
 
@@ -64,7 +66,7 @@ class UpdateCounts:
         self.run = self.number = 0  # the last publish
         self.saved: tuple[str, int] | None = None  # folder of the last save, and the publish that it contains
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def mark(self, rows_N: Tensor) -> None:
         """Count a change of rows. Repetitions in one call count once."""
         if self.counts_R.device.type == "cpu":
