@@ -10,6 +10,7 @@ rows are up to date; every method that reads or writes rows calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from thermocline import formats as F
-from thermocline.errors import BadInput, IdOutOfRange
+from thermocline.errors import BadGradient, BadInput, IdOutOfRange
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
@@ -33,13 +34,13 @@ from thermocline.nn.prefetch import PrefetchedInput, prefetch_window
 from thermocline.nn.rows_module import RowsModule
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.memory import MemoryUsage
-from thermocline.rows.training import raise_pending
+from thermocline.rows.training import raise_pending, report_to
 
 from .elastic_ids import RankMaps, adopt_ids, live_ids, needed_maps
 from .exchange.batch_exchange import BatchExchange, BatchGradients, RowDestination
 from .exchange.batch_table import BatchTable, ShardedLookup, feature_offsets
 from .exchange.context import ExchangeContext
-from .exchange.handshake import StepAgreement, announced, handshake
+from .exchange.handshake import StepAgreement, announced, device_handshake, handshake
 from .exchange.pipeline import ExchangePipeline, PrefetchedBatch
 from .placement.init_rows import init_rows
 from .placement.local_shard import LocalShard, check_replicas
@@ -146,11 +147,11 @@ class ShardedCollection(RowsModule):
             batch, exchange = self._start(bags, prefetched, trains)
         weighted = "with weights" if bags.weights_N is not None else "without weights"
         operation = f"{'training' if trains else 'looking'} {weighted}, {self.dtype}"
-        agreed = self._handshake(operation, exchange, prefetched is not None, len(pipeline.next_inputs))
+        agreed = self._handshake(operation, exchange, prefetched is not None, len(pipeline.next_inputs), batch)
         if agreed.differ:  # some ranks look up another batch than they prefetched: all ranks fetch again
             prefetched, (batch, exchange) = None, self._start(bags, None, trains)
             pipeline.fetch_again()
-            agreed = self._handshake(operation, exchange, False, len(pipeline.next_inputs))
+            agreed = self._handshake(operation, exchange, False, len(pipeline.next_inputs), batch)
         exchange.dense = input is None
         if trains and self.training and input is not None:  # a validation batch without no_grad does not count
             self.counter.add(given)
@@ -165,9 +166,16 @@ class ShardedCollection(RowsModule):
         pipeline.start_prefetch(context, self._read_next, agreed.following, exchange)
         return self._look_up(batch, exchange, trains), bags
 
-    def _handshake(self, operation: str, exchange: BatchExchange, prefetched: bool, following: int) -> StepAgreement:
+    def _handshake(
+        self, operation: str, exchange: BatchExchange, prefetched: bool, following: int, batch: BatchTable | None = None
+    ) -> StepAgreement:  # fmt: skip
         what = f"{self.name}: {operation}"
-        return handshake(self.state.context, what, exchange.sent_PJ, exchange.total_J, prefetched, following)
+        if exchange.is_settled or batch is None:
+            return handshake(self.state.context, what, exchange.sent_PJ, exchange.total_J, prefetched, following)
+        with self._named_errors():
+            agreed, begins = device_handshake(self.state.context, what, exchange, following, batch.begins)
+        batch.settle(begins.tolist())
+        return agreed
 
     def prefetch(self, input: Any) -> None:
         """Exchange ids and rows of a later batch during the current one; call it before the forward of the current batch.
@@ -235,21 +243,39 @@ class ShardedCollection(RowsModule):
         if prefetched is not None and prefetched.batch is not None:
             prefetched.batch.weights_N = bags.weights_N
             return prefetched.batch, prefetched.exchange
-        batch = self._table_of(bags)
+        batch = self._table_of(bags, later=prefetched is None and self.state.context.device_side)
         return batch, batch.exchange(self.state.context, trains) if prefetched is None else prefetched.exchange
 
-    def _table_of(self, bags: JaggedIds) -> BatchTable:
-        layout = self.state.batch_layout
+    def _table_of(self, bags: JaggedIds, later: bool = False) -> BatchTable:
+        layout, mode = self.state.batch_layout, F.MODES.index(self.mode)
+        if later:
+            with report_to(self.shard.errors):
+                rows_N = bags.ids_N.long() if self.maps is None or self._elastic else self.maps(bags.ids_N, bags.offsets)
+                return BatchTable(layout, bags, rows_N, mode, self.dedup, later)
         try:
             maps = None if self._elastic else self.maps  # elastic ids are rows already
             rows_N = bags.ids_N.long() if maps is None else maps(bags.ids_N, bags.offsets)
             try:
-                return BatchTable(layout, bags, rows_N, F.MODES.index(self.mode), self.dedup)
+                return BatchTable(layout, bags, rows_N, mode, self.dedup)
             except BadInput:
                 raise_pending(self.arena)  # an error of the id map, which a GPU reports later and with the raw id
                 raise
         except IdOutOfRange as error:
             raise error if self.maps is None else self.maps.name(error, [name for name, _ in layout.names]) from None
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Name tables and features in errors that kernels reported."""
+        names = self.state.batch_layout.names
+        try:
+            yield
+        except BadGradient as error:
+            raise self.state.with_table(error) from None
+        except IdOutOfRange as error:
+            if self.maps is not None:
+                raise self.maps.name(error, [name for name, _ in names]) from None
+            at = error.feature, error.position, error.id, error.rows
+            raise IdOutOfRange(*at, *names[error.feature]) from None
 
     def _read_next(self, input: Any) -> tuple[JaggedIds, BatchTable]:
         given = self._parse(input)
