@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thermocline.errors import BadInput, ThermoclineError
 from thermocline.plan.model import LinkClass
 
+from .comm_stream import CommStream, runs_in_launch_order
 from .comm_thread import CommThread
 
 CPU = torch.device("cpu")
@@ -225,6 +226,7 @@ class ProcessGroups:
     cross_node: RankGroup  # the ranks with this local rank on all nodes
     device: torch.device
     comm_thread: CommThread
+    comm_stream: CommStream | None = None  # under NCCL, where exchanges may overlap
 
     @property
     def size(self) -> int:
@@ -247,7 +249,8 @@ class ProcessGroups:
             single = RankGroup((0,), 0, ("card",), None)
             return cls(0, 1, 1, single, single, single, device, comm_thread)
         world, intra_node, cross_node = _make_groups(nodes, local_size, device, comm_thread)
-        return cls(dist.get_rank(), nodes, local_size, world, intra_node, cross_node, device, comm_thread)
+        comm_stream = CommStream(device) if world.sends_from.type == "cuda" and runs_in_launch_order() else None
+        return cls(dist.get_rank(), nodes, local_size, world, intra_node, cross_node, device, comm_thread, comm_stream)
 
     def duplicate(self) -> ProcessGroups:
         """New groups of the same ranks, whose exchanges need no common order with these. Collective."""

@@ -83,7 +83,8 @@ class ExchangeContext:
         self.width = max(part.dim for part in self.row_index.parts)
         self.kernels: Any = implementation_for("exchange", shard.arena.meta)
         # With kernels and messages on one device, the host reads sizes once a step, and errors arrive with them.
-        self.device_side = self.kernels.ON_DEVICE and groups.world.sends_from == shard.arena.meta.device
+        staged = groups.world.process_group is not None and groups.world.sends_from.type != self.row_index.device.type
+        self.device_side = self.kernels.ON_DEVICE and not staged
         if self.device_side:
             from thermocline.kernels.gpu.errors import ErrorBuffer  # needs Triton, which CPU-only installations lack
 

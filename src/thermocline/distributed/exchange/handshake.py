@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from thermocline.distributed.placement.table_map import Counts
 from thermocline.distributed.process_groups import check_same
@@ -28,6 +27,7 @@ from .routes import COUNT_BYTES
 
 if TYPE_CHECKING:
     from .batch_exchange import BatchExchange
+    from .batch_table import BatchTable
 
 _FAILED = 0
 _PREFETCHED, AT_MOST = 16, 15  # bits of the header word: the last four say how many batches a rank prefetches
@@ -55,9 +55,9 @@ def handshake(
 
 
 def device_handshake(
-    context: ExchangeContext, what: str, exchange: BatchExchange, following: int, more: Tensor
-) -> tuple[StepAgreement, Counts]:  # fmt: skip
-    """`handshake` on the device: settles the exchange. Returns what ranks agreed on, and the numbers of `more`.
+    context: ExchangeContext, what: str, exchange: BatchExchange, following: int, batch: BatchTable
+) -> StepAgreement:  # fmt: skip
+    """`handshake` on the device: settles the exchange and the batch, whose numbers come to the host with the headers.
 
     Raises what kernels of this rank reported, on this rank; on the others that it stopped.
     """
@@ -71,7 +71,7 @@ def device_handshake(
     with context.meter.timed("ids"):
         received_PJ = world.all_to_all(header_PJ, [1] * ranks, [1] * ranks)
     context.meter.add_untabled("ids", world.links, np.full(ranks, header_PJ.shape[1] * COUNT_BYTES))
-    numbers_PJ, counts, found = HostNumbers(received_PJ, counts_PK, more).get()
+    numbers_PJ, counts, begins = HostNumbers(received_PJ, counts_PK, batch.begins).get()
     failed: Exception | None = None
     try:
         errors.raise_pending()
@@ -79,7 +79,8 @@ def device_handshake(
         failed = error
     agreed = _agree(context, what, numbers_PJ, failed)
     exchange.settle(counts)
-    return agreed, found
+    batch.settle(begins.tolist())
+    return agreed
 
 
 def _word(what: str, prefetched: bool, following: int) -> int:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from thermocline.kernels.gpu.floats import decode_half
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
 from thermocline.kernels.gpu.row_tiles import (
     BF16,
@@ -22,7 +23,6 @@ from thermocline.kernels.gpu.row_tiles import (
     INT8,
     INT8_AFFINE,
     columns,
-    decode_half,
     load_codes,
     over_columns,
     over_rows,

@@ -66,14 +66,13 @@ def global_rows(fields_F2: Tensor, ids_N: Tensor, offsets: Tensor, limit: int) -
     features, count, last = fields_F2.shape[0], ids_N.numel(), offsets.numel() - 1
     rows_N, errors = torch.full_like(ids_N, limit, dtype=torch.int64), error_buffer(fields_F2)
     if last > 0:
-        tile = TILE if count >= TILE else power_of_two(max(1, count))
         batch, inputs = last // features, (ids_N.contiguous(), offsets.contiguous())
         launch(
             _check_offsets, ceil_div(last, TILE), (inputs[1], errors.flag, errors.record), (last, count), (TILE,), exact=True
         )
         launch(
-            _global_rows, ceil_div(count, tile) + features, (fields_F2, *inputs, rows_N, errors.flag, errors.record),
-            (count, batch), (features, power_of_two(features), tile), exact=True,
+            _global_rows, ceil_div(count, TILE) + features, (fields_F2, *inputs, rows_N, errors.flag, errors.record),
+            (count, batch), (features, power_of_two(features), TILE), exact=True,
         )  # fmt: skip
     return rows_N
 
