@@ -48,6 +48,14 @@ class RowBytes(NamedTuple):
     received_P: Counts
 
 
+class UpdateSizes(NamedTuple):
+    """Distinct rows to sum gradients of; those in tier 1 by part; their number and bytes on each member. None: unknown."""
+
+    rows: int | None = None
+    first_K: Counts | None = None
+    announced_PJ: Counts | None = None
+
+
 class AllToAll:
     """Rows `rows_N`, ascending, requested from the members of a group; `rows_M` are the rows that members request here.
 
@@ -70,7 +78,7 @@ class AllToAll:
         self.rows_N, self.part_N, self._lookups_N = rows_N, where.part_N, lookups_N
         self._sync_K = tier_K == 1 if first else tier_K < 3
         self._answered_K = context.routes.tier_K > 1 if first else context.relayed_on_host_K
-        self._distinct: HostNumbers | None = None
+        self._updates: HostNumbers | None = None
         if not later:
             self.settle(self.counts_PK.cpu().numpy())
 
@@ -109,24 +117,29 @@ class AllToAll:
         self.where = context.row_index.locate(self.rows_M)
         self.received_PK = self.count(self.sender_M, self.where.part_N) if received_PK is None else received_PK
         if context.device_side and self.trains:
-            self._distinct = self._count_distinct()
+            self._updates = self._count_updates()
         self.meter("ids", self.sent_PK * context.routes.bytes_K["ids"])
 
-    def _count_distinct(self) -> HostNumbers:
-        """The number of distinct rows to sum gradients of, and of those in tier 1; the host reads them in backward."""
-        rows_V, _, number = self.context.kernels.distinct_padded(self.rows_M, self.context.row_index.rows)
-        if not self.context.routes.tier1:
-            return HostNumbers(number, number)
-        part_V = self.context.row_index.locate(rows_V).part_N
-        return HostNumbers(number, ((part_V >= 0) & ~self.context.answered_K[part_V]).sum())
+    def _count_updates(self) -> HostNumbers:
+        """The sizes of the gradients to sum here, and on one node of the broadcast of their sums; read in backward."""
+        context = self.context
+        rows_V, _, number = context.kernels.distinct_padded(self.rows_M, context.row_index.rows)
+        if not context.routes.tier1 or context.groups.nodes > 1:
+            return HostNumbers(number)
+        part_V, first_K = context.row_index.locate(rows_V).part_N.sort()[0], context.row_index.tier_K == 1
+        parts = torch.arange(context.parts + 1, device=part_V.device)
+        counts_K = torch.searchsorted(part_V, parts).diff() * first_K
+        mine_J = torch.stack([counts_K.sum(), (counts_K * context.update_bytes_K).sum()])
+        return HostNumbers(number, counts_K, context.announce(context.groups.intra_node, "sync", mine_J))
 
     @property
-    def distinct(self) -> tuple[int, int] | tuple[None, None]:
-        """Distinct rows requested here, and those in tier 1; unknown unless counted on the device."""
-        if self._distinct is None:
-            return None, None
-        number, tier1 = self._distinct.get()
-        return int(number.item()), int(tier1.item())
+    def updates(self) -> UpdateSizes:
+        """What the host knows of the gradients to sum here."""
+        return (
+            UpdateSizes()
+            if self._updates is None
+            else UpdateSizes(int(self._updates.get()[0].item()), *self._updates.get()[1:])
+        )
 
     def count(self, member_N: Tensor, part_N: Tensor, kinds: int = 1) -> Counts:
         """Counts [member, part]; with several kinds, [member, wire part]."""
@@ -273,7 +286,9 @@ def reduce_in_pieces(first: AllToAll, second: AllToAll, grads_NW: Tensor) -> Sum
     return reduce(SummedGradients.concat, found)
 
 
-def broadcast_updates(context: ExchangeContext, group: RankGroup, sums: SummedGradients) -> SummedGradients:
+def broadcast_updates(
+    context: ExchangeContext, group: RankGroup, sums: SummedGradients, sizes: UpdateSizes | None = None
+) -> SummedGradients:
     """Send the sums of this rank to all members; every member gets the same sums, rounded as messages carry them."""
     if group.is_single:
         return sums
@@ -281,12 +296,15 @@ def broadcast_updates(context: ExchangeContext, group: RankGroup, sums: SummedGr
     kernels, fields_KF, width, device = context.kernels, context.shard.fields_KF, grads_NW.shape[1], rows_N.device
     part_N = context.row_index.locate(rows_N).part_N
     ids_N = encode_counts(rows_N, lookups_N, context.id_type)
-    packed = kernels.pack_gradients(grads_NW, fields_KF, part_N, torch.arange(rows_N.numel(), device=device))
+    counts_PJ, counts_K = (None, None) if sizes is None else (sizes.announced_PJ, sizes.first_K)
+    size = None if counts_K is None else int(counts_K @ context.routes.bytes_K["gradients"])
+    packed = kernels.pack_gradients(grads_NW, fields_KF, part_N, torch.arange(rows_N.numel(), device=device), size)
     message = torch.cat([ids_N.view(torch.uint8), packed])
     ranks = len(group.ranks)
-    counts_PJ = context.exchange_numbers(group, "sync", np.tile([rows_N.numel(), message.numel()], (ranks, 1)))
+    if counts_PJ is None or counts_K is None:
+        counts_PJ = context.exchange_numbers(group, "sync", np.tile([rows_N.numel(), message.numel()], (ranks, 1)))
+        counts_K = np.bincount(part_N.cpu().numpy(), minlength=context.parts)
     others_P = np.arange(ranks) != group.index
-    counts_K = np.bincount(part_N.cpu().numpy(), minlength=context.parts)
     each_K = context.routes.bytes_K["ids"] + context.routes.bytes_K["gradients"]
     context.meter.add("sync", group.links, others_P[:, None] * (counts_K * each_K), context.routes.tier_K < 3)
     rows_N, lookups_N = decode_counts(ids_N, context.counts)

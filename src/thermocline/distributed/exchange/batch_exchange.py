@@ -29,7 +29,7 @@ from thermocline.distributed.placement.row_index import RowLocations
 from thermocline.distributed.placement.table_map import Counts
 from thermocline.kernels.exchange.fields import NOWHERE
 
-from .all_to_all import AllToAll, broadcast_updates, reduce_in_pieces
+from .all_to_all import AllToAll, UpdateSizes, broadcast_updates, reduce_in_pieces
 from .context import AnnouncedCounts, ExchangeContext, sum_counts
 from .handshake import StepAgreement
 from .host_numbers import positions
@@ -263,25 +263,25 @@ class BatchExchange:
         context, first = self.context, self.first
         if self.second is not None and context.groups.world.gloo and context.is_large(first.most, "gradients"):
             return self._synchronize_replicas(reduce_in_pieces(first, self.second, grads_UW))
-        distinct, tier1 = first.distinct
-        sums = context.sum_rows(first.rows_M, first.reduce_gradients(grads_UW), first.lookups_M, distinct=distinct)
+        sizes = first.updates
+        sums = context.sum_rows(first.rows_M, first.reduce_gradients(grads_UW), first.lookups_M, distinct=sizes.rows)
         if context.crosses_nodes:
             crosses_V = context.crosses_nodes_K[context.row_index.locate(sums.rows_V).part_N]
             second = self._cross_nodes() if self.second is None else self.second
             grads_MW = second.reduce_gradients(sums.grads_VW[crosses_V])
             sums = sums.at(~crosses_V).concat(context.sum_rows(second.rows_M, grads_MW, second.lookups_M))
-            tier1 = None  # the rows of other nodes are more
-        return self._synchronize_replicas(sums, tier1)
+        return self._synchronize_replicas(sums, sizes)
 
-    def _synchronize_replicas(self, sums: SummedGradients, tier1: int | None = None) -> SummedGradients:
-        """Broadcast the sums of replicated rows from their homes to all holders; `tier1` of them are in tier 1, if known."""
+    def _synchronize_replicas(self, sums: SummedGradients, sizes: UpdateSizes | None = None) -> SummedGradients:
+        """Broadcast the sums of replicated rows from their homes to all holders."""
         context, groups, routes = self.context, self.context.groups, self.context.routes
         if routes.syncs_nodes:
             replicated_V = context.replicated_K[context.row_index.locate(sums.rows_V).part_N]
             sums = sums.at(~replicated_V).concat(broadcast_updates(context, groups.cross_node, sums.at(replicated_V)))
         if routes.tier1:
             others_V, rows = context.answered_K[context.row_index.locate(sums.rows_V).part_N], sums.rows_V.numel()
-            split = (None, None) if tier1 is None else (rows - tier1, tier1)
-            others, first = (sums.at(positions(*each)) for each in zip((others_V, ~others_V), split, strict=True))
-            sums = others.concat(broadcast_updates(context, groups.intra_node, first))
+            known = None if sizes is None or sizes.first_K is None else int(sizes.first_K.sum())
+            others = sums.at(positions(others_V, None if known is None else rows - known))
+            first = sums.at(positions(~others_V, known))
+            sums = others.concat(broadcast_updates(context, groups.intra_node, first, sizes))
         return sums

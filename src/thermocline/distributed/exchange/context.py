@@ -104,6 +104,8 @@ class ExchangeContext:
         self.replicated_K = tier_K < 3
         self.answered_K = tier_K > 1  # in the first all-to-all
         self.deferred_K = (tier_K == 2) & (nodes > 1)  # other nodes may have updated these rows
+        bytes_K = routes.bytes_K["ids"] + routes.bytes_K["gradients"]
+        self.update_bytes_K = torch.from_numpy(bytes_K).to(device)  # of a row's sum, with its id
         self.relayed_on_host_K = routes.relayed_K & (nodes > 1)
         self.relayed_K = torch.from_numpy(self.relayed_on_host_K).to(device)
         self.owner_pooled_K = torch.from_numpy(routes.owner_pooled_K).to(device)
@@ -138,6 +140,14 @@ class ExchangeContext:
         """Announce the ids for each member: the ids from each member, and the maximum `total` of all members."""
         received_PJ = self.exchange_numbers(group, direction, np.stack([sent_P, np.full_like(sent_P, total)], axis=1))
         return AnnouncedCounts(received_PJ[:, 0], int(received_PJ[:, 1].max()))
+
+    def announce(self, group: RankGroup, direction: Direction, numbers_J: Tensor) -> Tensor:
+        """Send J numbers on the device to all members: [member, J] of all."""
+        ones, send_PJ = [1] * len(group.ranks), numbers_J.int().expand(len(group.ranks), -1)
+        with self.meter.timed(direction):
+            received_PJ = group.all_to_all(send_PJ, ones, ones)
+        self.meter.add_untabled(direction, group.links, np.full(len(ones), numbers_J.numel() * COUNT_BYTES))
+        return received_PJ
 
     def exchange_numbers(self, group: RankGroup, direction: Direction, numbers_PJ: Counts) -> Counts:
         """Send J numbers to each member, and return those that each member sent to this rank."""
