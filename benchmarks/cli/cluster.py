@@ -71,6 +71,20 @@ def plan_runs(
     measure(json, quiet, lambda progress: bench.run(runs, first, kept, peer_python, progress))
 
 
+@app.command(epilog="Example:  python -m benchmarks exchange-step --traces traces --json exchange_step.json")
+def exchange_step(
+    traces: Annotated[Path | None, typer.Option("--traces", help="Folder for a Chrome trace of each case.")] = None,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Time the sharded step of 1, 2, 4 and 8 ranks that share a GPU against the unsharded step."""
+    from benchmarks.exchange import device_step as bench
+
+    measure(json, quiet, lambda progress: bench.run(quick, traces, progress))
+
+
 @app.command(epilog="Example:  python -m benchmarks checkpoint --json checkpoint.json")
 def checkpoint(
     rows: Annotated[int, typer.Option("--rows", min=1000, help="Rows of all tables together (64 columns, int8).")] = 8_000_000,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from cases import TABLES, Model, batches, dense_part, exact_loss, heat_of, sizes
 
 import thermocline as tc
 from thermocline.distributed import process_groups as groups
+from thermocline.distributed.comm_stream import CommStream, runs_in_launch_order
 from thermocline.distributed.comm_thread import CommThread
 from thermocline.distributed.exchange import context
 from thermocline.distributed.replanning import migrate
@@ -40,9 +42,11 @@ def _run(name: str, rank: int, size: int, store: str, arguments: tuple[Any, ...]
     torch.set_num_threads(1)
     torch.cuda.set_device(0)
     backend, function = name.split()
+    module, _, function = function.rpartition(".")
+    known = vars(importlib.import_module(module)) if module else globals()
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120))
     try:
-        return globals()[function](rank, size, *arguments)
+        return known[function](rank, size, *arguments)
     finally:
         dist.destroy_process_group()
 
@@ -117,7 +121,8 @@ def both_alone(rank: int, size: int, *given: Any) -> tuple[list[Arrays], list[An
 def _sent_to_itself() -> Iterator[None]:
     def made(nodes: int, cards: int, device: torch.device) -> groups.ProcessGroups:
         comm_thread = CommThread(device)
-        return groups.ProcessGroups(0, 1, 1, *groups._make_groups(1, 1, device, comm_thread), device, comm_thread)
+        stream = CommStream(device) if device.type == "cuda" and runs_in_launch_order() else None
+        return groups.ProcessGroups(0, 1, 1, *groups._make_groups(1, 1, device, comm_thread), device, comm_thread, stream)
 
     with mock.patch.object(groups.ProcessGroups, "make", made), mock.patch.object(groups.RankGroup, "is_single", False):
         yield

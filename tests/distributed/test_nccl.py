@@ -67,3 +67,23 @@ def test_the_dense_part_trains_in_ddp_beside_it(on_card):
     plan = planned(1, 1, TWO, "fp32", dict.fromkeys(TABLES, "flat"), first_precision="fp16")
     ((cpu, card),) = on_card(f"{BOTH} alone", 1, "with_ddp", plan, HEAT)
     assert all(np.allclose(one, other, atol=5e-3) for one, other in zip(cpu, card, strict=True))
+
+
+FLAT = planned(1, 1, {name: (rows // 2, 0) for name, (rows, _, _) in TABLES.items()}, "int8", dict.fromkeys(TABLES, "flat"))
+
+
+def test_a_step_waits_for_sizes_and_for_nothing_else(on_card):
+    """Also for the number of distinct rows in tier 1, which was sent to the host in forward."""
+    (read,) = on_card("nccl gpu_quiet.quiet", 1, FLAT, HEAT)
+    assert read == [1, 1] * 2
+
+
+def test_errors_of_kernels_arrive_with_the_next_headers(on_card):
+    (told,) = on_card("nccl gpu_quiet.told", 1, FLAT, HEAT)
+    assert "'item'" in told[1] and "BadGradient" in told[4] and "of table" in told[4]
+    assert not any(told[step] for step in (0, 2, 3, 5, 6))
+
+
+@pytest.mark.parametrize("slots", [None, SLOTS], ids=["rows", "slots"])
+def test_gradients_on_a_stream_of_their_own_change_no_bit(on_card, slots):
+    check(on_card("nccl gpu_quiet.on_a_stream", 1, two_precisions(slots), HEAT, {"policy": "adaptive"}, 8))

@@ -7,9 +7,12 @@ import pytest
 import torch
 from cases import TABLES, heat_of, table_plan
 
+from thermocline.distributed.placement import row_index as row_index_module
 from thermocline.distributed.placement.row_index import RowIndex
 from thermocline.distributed.placement.table_map import make_maps, scatter
 from thermocline.ids.idmap import IdMap
+from thermocline.kernels.exchange import cpu, gpu
+from thermocline.kernels.gpu.launch import INTERPRETED
 from thermocline.kernels.ids.bitmap import RankBitmap
 from thermocline.plan import balance
 
@@ -87,12 +90,15 @@ def test_heat_of_raw_ids_becomes_heat_of_rows_by_the_features_map():
 
 
 @pytest.mark.parametrize("nodes, cards", [(1, 1), (2, 2), (3, 1), (1, 5), (7, 43)])
-def test_the_kernel_locates_rows_as_the_maps_do(nodes, cards):
+@pytest.mark.parametrize("module", [cpu, gpu], ids=["cpu", "gpu"])
+def test_the_kernel_locates_rows_as_the_maps_do(nodes, cards, module, monkeypatch):
+    device = torch.device("cuda" if module is gpu and torch.cuda.is_available() and not INTERPRETED else "cpu")
+    monkeypatch.setattr(row_index_module, "implementation_for", lambda *_: module)
     shares = {"user": [(0, 0), (97, 0), (0, 97), (13, 30)], "item": [(7, 9), (20, 41), (5, 0)], "shop": [(0, 0), (0, 3)]}
     for n in range(4):
         tiers = {name: each[n % len(each)] for name, each in shares.items()}
         plans = [table_plan(name, *tiers[name], "int8", card=0 if name == "shop" and n == 2 else None) for name in TABLES]
-        row_index = RowIndex(plans, make_maps(plans, heat_of(), IDS, nodes, cards, CPU), nodes, cards, CPU)
-        rows_N = torch.randint(row_index.rows, (500,), generator=torch.Generator().manual_seed(n))
+        row_index = RowIndex(plans, make_maps(plans, heat_of(), IDS, nodes, cards, device), nodes, cards, device)
+        rows_N = torch.randint(row_index.rows, (500,), generator=torch.Generator().manual_seed(n)).to(device)
         for mine, theirs in zip(row_index.locate(rows_N), row_index.locate_by_table(rows_N), strict=True):
             assert torch.equal(mine, theirs)

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thermocline.errors import BadInput, ThermoclineError
 from thermocline.plan.model import LinkClass
 
+from .comm_stream import CommStream, runs_in_launch_order
 from .comm_thread import CommThread
 
 CPU = torch.device("cpu")
@@ -63,11 +64,11 @@ class RankGroup:
     device: torch.device = CPU  # of the rows
 
     def __post_init__(self) -> None:
-        self.gloo, self._sends_from = False, self.device
+        self.gloo, self.sends_from = False, self.device
         if self.process_group is not None:
             _open_groups.add(self)
             self.gloo = self.process_group._get_backend(self.device).name() == "gloo"
-            self._sends_from = CPU if self.gloo else self.device
+            self.sends_from = CPU if self.gloo else self.device
 
     @property
     def is_single(self) -> bool:
@@ -83,7 +84,7 @@ class RankGroup:
         """
         if self.is_single:
             return send
-        device, send = send.device, moved(send, self._sends_from)
+        device, send = send.device, moved(send, self.sends_from)
         result = self._receive_buffer((sum(received), *send.shape[1:]), send.dtype)
         if self.gloo and per_peer:
             self._send_to_peers(send.split(list(sent)), result.split(list(received)))()
@@ -99,7 +100,7 @@ class RankGroup:
 
         Nothing else may be sent in this group before the wait.
         """
-        send = moved(send, self._sends_from)
+        send = moved(send, self.sends_from)
         result = self._receive_buffer((sum(received), *send.shape[1:]), send.dtype)
         return result, self._send_to_peers(send.split(list(sent)), result.split(list(received)))
 
@@ -108,7 +109,7 @@ class RankGroup:
         sent = [message.numel() * (p != self.index) for p in range(len(self.ranks))]
         if not self.gloo or not large:
             return list(self.all_to_all(message.repeat(len(sent) - 1), sent, received).split(list(received)))
-        device, message = message.device, moved(message, self._sends_from)
+        device, message = message.device, moved(message, self.sends_from)
         results = [self._receive_buffer((size,), message.dtype) for size in received]
         self._send_to_peers([message[:size] for size in sent], results)()
         return [moved(each, device) for each in results]
@@ -123,7 +124,7 @@ class RankGroup:
 
     def _receive_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for received items; pinned if they go on to a GPU."""
-        return torch.empty(shape, dtype=dtype, device=self._sends_from, pin_memory=self._sends_from != self.device)
+        return torch.empty(shape, dtype=dtype, device=self.sends_from, pin_memory=self.sends_from != self.device)
 
     def _send_to_peers(self, send: Sequence[Tensor], results: Sequence[Tensor]) -> Callable[[], None]:
         """Post one message to each peer that receives any items, receives before sends. Returns a function that waits."""
@@ -151,7 +152,7 @@ class RankGroup:
         if self.comm_thread is not None and not self.comm_thread.is_idle:
             self.comm_thread.wait()
         try:
-            with current_device(self._sends_from):
+            with current_device(self.sends_from):
                 yield
         except RuntimeError as error:
             rank, gone = self.ranks[self.index], unresponsive_ranks(self.ranks, self.ranks[self.index])
@@ -225,6 +226,7 @@ class ProcessGroups:
     cross_node: RankGroup  # the ranks with this local rank on all nodes
     device: torch.device
     comm_thread: CommThread
+    comm_stream: CommStream | None = None  # under NCCL, where exchanges may overlap
 
     @property
     def size(self) -> int:
@@ -247,7 +249,8 @@ class ProcessGroups:
             single = RankGroup((0,), 0, ("card",), None)
             return cls(0, 1, 1, single, single, single, device, comm_thread)
         world, intra_node, cross_node = _make_groups(nodes, local_size, device, comm_thread)
-        return cls(dist.get_rank(), nodes, local_size, world, intra_node, cross_node, device, comm_thread)
+        comm_stream = CommStream(device) if world.sends_from.type == "cuda" and runs_in_launch_order() else None
+        return cls(dist.get_rank(), nodes, local_size, world, intra_node, cross_node, device, comm_thread, comm_stream)
 
     def duplicate(self) -> ProcessGroups:
         """New groups of the same ranks, whose exchanges need no common order with these. Collective."""

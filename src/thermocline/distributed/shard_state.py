@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from thermocline.errors import BadGradient, BadInput
+from thermocline.errors import BadGradient, BadInput, IdOutOfRange
 from thermocline.nn.collection import Table
 from thermocline.nn.config import TableRequest
+from thermocline.nn.id_maps import FeatureMaps
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
 
@@ -36,6 +38,21 @@ class ShardState:
         rows = [(tables[t].rows, row_index.first[t], tables[t].dim) for t in table_F]
         pooled = self.context.is_owner_pooled if self.context.routes.owner_pooled else None
         self.batch_layout = BatchTableLayout(names, rows, row_index.device, pooled)
+
+    @contextmanager
+    def named_errors(self, maps: FeatureMaps | None) -> Iterator[None]:
+        """Name tables and features in errors that kernels report."""
+        names = self.batch_layout.names
+        try:
+            yield
+        except BadGradient as error:
+            raise self.with_table(error) from None
+        except IdOutOfRange as error:
+            if maps is not None:
+                raise maps.name(error, [name for name, _ in names]) from None
+            if error.name is not None:
+                raise
+            raise IdOutOfRange(error.feature, error.position, error.id, error.rows, *names[error.feature]) from None
 
     def with_table(self, error: BadGradient) -> BadGradient:
         """The same error with the name of the table."""

@@ -10,6 +10,7 @@ rows are up to date; every method that reads or writes rows calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 from thermocline import formats as F
 from thermocline._lazy import uncompiled
-from thermocline.errors import BadInput, IdOutOfRange
+from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
@@ -34,13 +35,13 @@ from thermocline.nn.prefetch import PrefetchedInput, prefetch_window
 from thermocline.nn.rows_module import RowsModule
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.memory import MemoryUsage
-from thermocline.rows.training import raise_pending
+from thermocline.rows.training import raise_pending, report_to
 
 from .elastic_ids import RankMaps, adopt_ids, live_ids, needed_maps
 from .exchange.batch_exchange import BatchExchange, BatchGradients, RowDestination
 from .exchange.batch_table import BatchTable, ShardedLookup, feature_offsets
 from .exchange.context import ExchangeContext
-from .exchange.handshake import StepAgreement, announced, handshake
+from .exchange.handshake import StepAgreement, announced, device_handshake, handshake
 from .exchange.pipeline import ExchangePipeline, PrefetchedBatch
 from .placement.init_rows import init_rows
 from .placement.local_shard import LocalShard, check_replicas
@@ -91,7 +92,8 @@ class ShardedCollection(RowsModule):
         self.groups, self.id_maps = groups, source.id_maps
         self.state = ShardState(row_index, groups, self.arena, self.trainer, self.tables, table_F)
         self.maps = needed_maps(self, [self.id_maps[f] for f in self.features], [plans[t].rows for t in table_F], table_F)
-        self.pipeline = ExchangePipeline(groups.comm_thread, overlap=groups.world.gloo)
+        overlap = groups.world.gloo or groups.comm_stream is not None
+        self.pipeline = ExchangePipeline(groups.comm_thread, overlap, groups.comm_stream)
         padding = None if self._elastic else self.padding_idx  # an id, not a row
         self.trained: ShardedTrained = ShardedTrained(self.trained, self.name, self.state, self.pipeline, padding)
         self.dedup = True  # False: exchange every lookup, as the baselines of benchmarks do
@@ -145,13 +147,13 @@ class ShardedCollection(RowsModule):
         with announced(context, self.name, pipeline.drop_prefetched):
             prefetched = pipeline.take_prefetched(bags, trains)
             batch, exchange = self._start(bags, prefetched, trains)
-        weighted = "with weights" if bags.weights_N is not None else "without weights"
-        operation = f"{'training' if trains else 'looking'} {weighted}, {self.dtype}"
-        agreed = self._handshake(operation, exchange, prefetched is not None, len(pipeline.next_inputs))
+        weighted = "without" if bags.weights_N is None else "with"
+        operation = f"{'training' if trains else 'looking'} {weighted} weights, {self.dtype}"
+        agreed = self._handshake(operation, exchange, prefetched is not None, len(pipeline.next_inputs), batch)
         if agreed.differ:  # some ranks look up another batch than they prefetched: all ranks fetch again
             prefetched, (batch, exchange) = None, self._start(bags, None, trains)
             pipeline.fetch_again()
-            agreed = self._handshake(operation, exchange, False, len(pipeline.next_inputs))
+            agreed = self._handshake(operation, exchange, False, len(pipeline.next_inputs), batch)
         exchange.dense = input is None
         if trains and self.training and input is not None:  # a validation batch without no_grad does not count
             self.counter.add(given)
@@ -166,9 +168,14 @@ class ShardedCollection(RowsModule):
         pipeline.start_prefetch(context, self._read_next, agreed.following, exchange)
         return self._look_up(batch, exchange, trains), bags
 
-    def _handshake(self, operation: str, exchange: BatchExchange, prefetched: bool, following: int) -> StepAgreement:
-        what = f"{self.name}: {operation}"
-        return handshake(self.state.context, what, exchange.sent_PJ, exchange.total_J, prefetched, following)
+    def _handshake(
+        self, operation: str, exchange: BatchExchange, prefetched: bool, following: int, batch: BatchTable | None = None
+    ) -> StepAgreement:  # fmt: skip
+        context, what = self.state.context, f"{self.name}: {operation}"
+        if batch is None or exchange.is_settled:
+            return handshake(context, what, exchange.sent_PJ, exchange.total_J, prefetched, following)
+        with self.state.named_errors(self.maps):
+            return device_handshake(context, what, exchange, following, batch)
 
     def prefetch(self, input: Any) -> None:
         """Exchange ids and rows of a later batch during the current one; call it before the forward of the current batch.
@@ -236,21 +243,19 @@ class ShardedCollection(RowsModule):
         if prefetched is not None and prefetched.batch is not None:
             prefetched.batch.weights_N = bags.weights_N
             return prefetched.batch, prefetched.exchange
-        batch = self._table_of(bags)
+        batch = self._table_of(bags, later=prefetched is None and self.state.context.device_side)
         return batch, batch.exchange(self.state.context, trains) if prefetched is None else prefetched.exchange
 
-    def _table_of(self, bags: JaggedIds) -> BatchTable:
-        layout = self.state.batch_layout
-        try:
-            maps = None if self._elastic else self.maps  # elastic ids are rows already
+    def _table_of(self, bags: JaggedIds, later: bool = False) -> BatchTable:
+        layout, mode = self.state.batch_layout, F.MODES.index(self.mode)
+        maps = None if self._elastic else self.maps  # elastic ids are rows already
+        with nullcontext() if later else self.state.named_errors(self.maps), report_to(self.shard.errors if later else None):
             rows_N = bags.ids_N.long() if maps is None else maps(bags.ids_N, bags.offsets)
             try:
-                return BatchTable(layout, bags, rows_N, F.MODES.index(self.mode), self.dedup)
+                return BatchTable(layout, bags, rows_N, mode, self.dedup, later)
             except BadInput:
                 raise_pending(self.arena)  # an error of the id map, which a GPU reports later and with the raw id
                 raise
-        except IdOutOfRange as error:
-            raise error if self.maps is None else self.maps.name(error, [name for name, _ in layout.names]) from None
 
     def _read_next(self, input: Any) -> tuple[JaggedIds, BatchTable]:
         given = self._parse(input)
@@ -275,8 +280,6 @@ class ShardedCollection(RowsModule):
         """Reduce the gradients of a batch over all ranks, in the background where possible."""
         self._check_not_migrated(exchange.context)
         self.pipeline.add_gradients((exchange, grads), self.trained.reduce_gradients)
-
-    # -- synchronization ----------------------------------------------------------------------------------------------------
 
     def wait_for_exchange(self) -> None:
         """Wait until rows include the update of the last backward."""
@@ -326,8 +329,6 @@ class ShardedCollection(RowsModule):
         self.wait_for_exchange()
         check_replicas(self.groups, self.name, self.shard)
 
-    # -- RowsModule ---------------------------------------------------------------------------------------------------------
-
     def stats(self) -> dict[str, int]:
         self.wait_for_exchange()
         return super().stats()
@@ -357,8 +358,8 @@ class ShardedCollection(RowsModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowsModule:
         self.invalidate_prefetched()
         super()._apply(fn, recurse)
-        if self.arena.device != self.row_index.device:
-            raise BadInput(f"sharded rows stay on {self.row_index.device}; move the model before shard_", parameter="device")
+        if (device := self.row_index.device) != self.arena.device:
+            raise BadInput(f"sharded rows stay on {device}; move the model before shard_", parameter="device")
         return self
 
     def extra_repr(self) -> str:

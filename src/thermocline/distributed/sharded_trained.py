@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thermocline import formats as F
 from thermocline.errors import BadGradient
 from thermocline.nn.optimizer import Trained
 from thermocline.nn.placeholder import PendingGradients
@@ -36,7 +35,7 @@ class ShardedTrained(Trained):
         super().__init__(trained.arena, trained.trainer, trained.placeholder, trained.independent)
         self.name, self.state, self.pipeline, self.padding_idx = name, state, pipeline, padding_idx
         self.reduce: Reduce = "mean"
-        self.check_every = 0
+        self.check_every = self._updates = 0
         self._refused: BadGradient | None = None  # of the last update
         self._exchanges: list[BatchExchange] = []  # of the pending gradients
 
@@ -98,7 +97,8 @@ class ShardedTrained(Trained):
         state.meter.steps += 1
         for exchange in exchanges:
             self.pipeline.after_update(exchange)
-        if self.check_every and int(clock[F.STEP]) % self.check_every == 0:
+        self._updates += 1  # as the clock, which the host would have to wait for
+        if self.check_every and self._updates % self.check_every == 0:
             check_replicas(groups, self.name, state.shard, (clock, hyper))
 
     def raise_refused(self) -> None:
@@ -106,6 +106,8 @@ class ShardedTrained(Trained):
         if self._refused is not None:
             refused, self._refused = self._refused, None
             raise refused
+        if self.state.context.device_side:
+            return  # errors arrive with the step headers (`exchange/handshake.py`)
         try:
             synchronize(self.arena)  # a GPU reports errors later
         except BadGradient as error:

@@ -78,11 +78,14 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
     return result_N
 
 
-def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    """(distinct arena rows in ascending order, their summed fp32 gradients)."""
+def sum_row_gradients(
+    layout: Layout, call: LookupCall, winners: Tensor, grad_out: Tensor, distinct: int | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(distinct arena rows in ascending order, their summed fp32 gradients). A GPU that is given their number does not wait."""
     check_lookup(layout, call)
     check_gradient(layout, call, grad_out, winners)
-    rows_U, grads_UW = implementation_for("sum_gradients", grad_out).sum_row_gradients(layout, call, winners, grad_out)
+    known = () if distinct is None or grad_out.device.type == "cpu" else (distinct,)
+    rows_U, grads_UW = implementation_for("sum_gradients", grad_out).sum_row_gradients(layout, call, winners, grad_out, *known)
     return rows_U, grads_UW
 
 

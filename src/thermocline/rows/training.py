@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,3 +145,12 @@ def raise_pending(arena: Arena) -> None:
 
         torch.cuda.current_stream(arena.device).synchronize()
         error_buffer(arena.meta).raise_pending()
+
+
+def report_to(errors: Any) -> AbstractContextManager[None]:
+    """Kernels that this thread launches inside the context report to an `ErrorBuffer`; to the usual one if it is None."""
+    if errors is None:
+        return nullcontext()
+    from thermocline.kernels.gpu.errors import reporting_to
+
+    return reporting_to(errors)

@@ -19,7 +19,8 @@ one piece in rank order, so sums have the same bits as without pieces.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import cached_property, reduce
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,35 +34,72 @@ from thermocline.plan.model import Direction
 
 from . import context as shared
 from .context import AnnouncedCounts, ExchangeContext, decode_counts, encode_counts
+from .host_numbers import HostNumbers, positions, to_device
 from .routes import Phase
 
 PIECES = 4
 _HASH, _SHIFT = 0x9E3779B1, 20  # spreads the rows of one owner over all pieces
 
 
+class RowBytes(NamedTuple):
+    """Bytes of a message of rows: sent to each member by wire part, and received from each member."""
+
+    sent_PK: Counts
+    received_P: Counts
+
+
+class UpdateSizes(NamedTuple):
+    """Distinct rows to sum gradients of; those in tier 1 by part; their number and bytes on each member. None: unknown."""
+
+    rows: int | None = None
+    first_K: Counts | None = None
+    announced_PJ: Counts | None = None
+
+
 class AllToAll:
     """Rows `rows_N`, ascending, requested from the members of a group; `rows_M` are the rows that members request here.
 
     The `first` all-to-all of a batch is among all ranks, the second across nodes. `lookups_N`: counts, if ids carry them.
+    With `later`, the host does not know the sizes of messages before `settle`.
     """
 
     def __init__(
-        self, context: ExchangeContext, first: bool, rows_N: Tensor, where: RowLocations, trains: bool, lookups_N: Tensor | None
-    ) -> None:
-        self.context, self.first = context, first
+        self, context: ExchangeContext, first: bool, rows_N: Tensor, where: RowLocations, trains: bool,
+        lookups_N: Tensor | None, later: bool = False,
+    ) -> None:  # fmt: skip
+        self.context, self.first, self.trains = context, first, trains
         groups, tier_K = context.groups, context.routes.tier_K
         self.group = groups.world if first else groups.cross_node
         self.answered_K = context.answered_K if first else context.relayed_K
         routes_K = (context.first_routes_K if first else context.second_routes_K)[trains]
-        counts_PK, self.order_N = context.kernels.route(
+        self.counts_PK, self.order_N = context.kernels.route(
             where.part_N, where.home_N, routes_K, groups.rank // groups.local_size, groups.local_size, len(self.group.ranks)
         )
-        self.sent_PK: Counts = counts_PK.cpu().numpy()
-        self.rows_N, self.part_N = rows_N[self.order_N], where.part_N[self.order_N]
-        self._lookups_N = None if lookups_N is None else lookups_N[self.order_N]
-        sent_P = torch.from_numpy(self.sent_P).to(rows_N.device)
-        self.receiver_N = torch.repeat_interleave(sent_P, output_size=self.rows_N.numel())
+        self.rows_N, self.part_N, self._lookups_N = rows_N, where.part_N, lookups_N
         self._sync_K = tier_K == 1 if first else tier_K < 3
+        self._answered_K = context.routes.tier_K > 1 if first else context.relayed_on_host_K
+        self._updates: HostNumbers | None = None
+        if not later:
+            self.settle(self.counts_PK.cpu().numpy())
+
+    def settle(self, counts_PK: Counts) -> None:
+        """Take the numbers of rows of each part for each member, and last for none, which the host has read."""
+        self.sent_PK, self.here_K = counts_PK[:-1], counts_PK.sum(axis=0)
+        self.order_N = self.order_N[: int(self.sent_PK.sum())]
+        self.rows_N, self.part_N = self.rows_N[self.order_N], self.part_N[self.order_N]
+        self._lookups_N = None if self._lookups_N is None else self._lookups_N[self.order_N]
+
+    @cached_property
+    def receiver_N(self) -> Tensor:
+        """The member that gets each request."""
+        sent_P = to_device(self.sent_P, self.rows_N.device)
+        return torch.repeat_interleave(sent_P, output_size=self.rows_N.numel())
+
+    @cached_property
+    def sender_M(self) -> Tensor:
+        """The member that each row is requested by."""
+        received_P = to_device(self._received_P, self.rows_M.device)
+        return torch.repeat_interleave(received_P, output_size=self.rows_M.numel())
 
     @property
     def sent_P(self) -> Counts:
@@ -72,15 +110,36 @@ class AllToAll:
         """Exchange ids; first the counts, if no step header announced them."""
         context, total = self.context, int(self.sent_P.sum())
         counts = announced or context.exchange_counts(self.group, self._direction("ids"), self.sent_P, total)
-        received_P, self.most = counts
+        self._received_P, self.most, received_PK = counts
         ids_N = encode_counts(self.rows_N, self._lookups_N, context.id_type)
-        ids_M = self._exchange("ids", ids_N, self.sent_P, received_P)
+        ids_M = self._exchange("ids", ids_N, self.sent_P, self._received_P)
         self.rows_M, self.lookups_M = decode_counts(ids_M, self._lookups_N is not None)
         self.where = context.row_index.locate(self.rows_M)
-        received = torch.from_numpy(received_P).to(self.rows_M.device)
-        self.sender_M = torch.repeat_interleave(received, output_size=self.rows_M.numel())
-        self.received_PK = self.count(self.sender_M, self.where.part_N)
+        self.received_PK = self.count(self.sender_M, self.where.part_N) if received_PK is None else received_PK
+        if context.device_side and self.trains:
+            self._updates = self._count_updates()
         self.meter("ids", self.sent_PK * context.routes.bytes_K["ids"])
+
+    def _count_updates(self) -> HostNumbers:
+        """The sizes of the gradients to sum here, and on one node of the broadcast of their sums; read in backward."""
+        context = self.context
+        rows_V, _, number = context.kernels.distinct_padded(self.rows_M, context.row_index.rows)
+        if not context.routes.tier1 or context.groups.nodes > 1:
+            return HostNumbers(number)
+        part_V, first_K = context.row_index.locate(rows_V).part_N.sort()[0], context.row_index.tier_K == 1
+        parts = torch.arange(context.parts + 1, device=part_V.device)
+        counts_K = torch.searchsorted(part_V, parts).diff() * first_K
+        mine_J = torch.stack([counts_K.sum(), (counts_K * context.update_bytes_K).sum()])
+        return HostNumbers(number, counts_K, context.announce(context.groups.intra_node, "sync", mine_J))
+
+    @property
+    def updates(self) -> UpdateSizes:
+        """What the host knows of the gradients to sum here."""
+        return (
+            UpdateSizes()
+            if self._updates is None
+            else UpdateSizes(int(self._updates.get()[0].item()), *self._updates.get()[1:])
+        )
 
     def count(self, member_N: Tensor, part_N: Tensor, kinds: int = 1) -> Counts:
         """Counts [member, part]; with several kinds, [member, wire part]."""
@@ -107,22 +166,38 @@ class AllToAll:
 
     def answered(self) -> tuple[Tensor, Tensor]:
         """The rows that come back: positions among the rows requested here, and among those that this rank requested."""
-        return self.answered_K[self.where.part_N].nonzero()[:, 0], self.answered_K[self.part_N].nonzero()[:, 0]
+        flags = self.answered_K[self.where.part_N], self.answered_K[self.part_N]
+        known = self.known_answers if self.context.device_side else (None, None)
+        return positions(flags[0], known[0]), positions(flags[1], known[1])
 
-    def answer(self, message: Tensor, which_M: Tensor, wire_M: Tensor, which_N: Tensor, wire_N: Tensor) -> Tensor:
-        """Send some of the rows requested here, and receive some of the requested rows, both described by wire parts."""
-        bytes_K, kinds = self.context.wire_bytes, 3
-        sent_PK = self.count(self.sender_M[which_M], wire_M, kinds) * bytes_K
-        received_PK = self.count(self.receiver_N[which_N], wire_N, kinds) * bytes_K
-        self.meter("rows", sent_PK.reshape(len(sent_PK), kinds, -1).sum(axis=1))
-        return self._exchange("rows", message, sent_PK.sum(axis=1), received_PK.sum(axis=1))
+    @property
+    def known_answers(self) -> tuple[int, int]:
+        """How many rows are answered here, and come back."""
+        return int(self.received_PK[:, self._answered_K].sum()), int(self.sent_PK[:, self._answered_K].sum())
+
+    def row_bytes(self, which_M: Tensor, wire_M: Tensor, which_N: Tensor, wire_N: Tensor) -> RowBytes:
+        """The bytes of some of the rows requested here, and of some of the requested rows, both described by wire parts."""
+        context, bytes_K = self.context, self.context.wire_bytes
+        kinds = len(bytes_K) // context.parts
+        if context.device_side and kinds == 1 and self.known_answers == (which_M.numel(), which_N.numel()):  # all rows
+            sent_PK, received_PK = (np.where(self._answered_K, each, 0) for each in (self.received_PK, self.sent_PK))
+        else:
+            sent_PK = self.count(self.sender_M[which_M], wire_M, kinds)
+            received_PK = self.count(self.receiver_N[which_N], wire_N, kinds)
+        return RowBytes(sent_PK * bytes_K, (received_PK * bytes_K).sum(axis=1))
+
+    def answer(self, message: Tensor, sizes: RowBytes) -> Tensor:
+        """Send rows that were requested here, and receive requested rows."""
+        ranks, parts = len(sizes.sent_PK), self.context.parts
+        self.meter("rows", sizes.sent_PK.reshape(ranks, -1, parts).sum(axis=1))
+        return self._exchange("rows", message, sizes.sent_PK.sum(axis=1), sizes.received_P)
 
     def wire_parts(self, kind_M: Tensor | None, which_M: Tensor, which_N: Tensor) -> tuple[Tensor, Tensor]:
         """Exchange the kinds of answered rows: wire parts of the rows to send, and of the rows to receive."""
         shard, part_M, part_N = self.context.shard, self.where.part_N[which_M], self.part_N[which_N]
         if kind_M is None:
             return part_M, part_N
-        parts = len(self.context.row_index.parts)
+        parts = self.context.parts
         at_M, at_N = (shard.slotted_K[each].nonzero()[:, 0] for each in (part_M, part_N))
         kind_N = torch.zeros_like(part_N)
         bits = 1 if shard.kinds <= INT8_SLOT else 2
@@ -152,7 +227,8 @@ class AllToAll:
         """Send gradients of the requested rows, and receive those of the rows requested here."""
         context = self.context
         fields_KF, bytes_K = context.shard.fields_KF, context.routes.bytes_K["gradients"]
-        message = context.kernels.pack_gradients(grads_NW, fields_KF, self.part_N, self.order_N)
+        size = int((self.sent_PK * bytes_K).sum())
+        message = context.kernels.pack_gradients(grads_NW, fields_KF, self.part_N, self.order_N, size)
         self.meter("gradients", self.sent_PK * bytes_K)
         sent_P, received_P = ((counts_PK * bytes_K).sum(axis=1) for counts_PK in (self.sent_PK, self.received_PK))
         received = self._exchange("gradients", message, sent_P, received_P)
@@ -210,7 +286,9 @@ def reduce_in_pieces(first: AllToAll, second: AllToAll, grads_NW: Tensor) -> Sum
     return reduce(SummedGradients.concat, found)
 
 
-def broadcast_updates(context: ExchangeContext, group: RankGroup, sums: SummedGradients) -> SummedGradients:
+def broadcast_updates(
+    context: ExchangeContext, group: RankGroup, sums: SummedGradients, sizes: UpdateSizes | None = None
+) -> SummedGradients:
     """Send the sums of this rank to all members; every member gets the same sums, rounded as messages carry them."""
     if group.is_single:
         return sums
@@ -218,12 +296,15 @@ def broadcast_updates(context: ExchangeContext, group: RankGroup, sums: SummedGr
     kernels, fields_KF, width, device = context.kernels, context.shard.fields_KF, grads_NW.shape[1], rows_N.device
     part_N = context.row_index.locate(rows_N).part_N
     ids_N = encode_counts(rows_N, lookups_N, context.id_type)
-    packed = kernels.pack_gradients(grads_NW, fields_KF, part_N, torch.arange(rows_N.numel(), device=device))
+    counts_PJ, counts_K = (None, None) if sizes is None else (sizes.announced_PJ, sizes.first_K)
+    size = None if counts_K is None else int(counts_K @ context.routes.bytes_K["gradients"])
+    packed = kernels.pack_gradients(grads_NW, fields_KF, part_N, torch.arange(rows_N.numel(), device=device), size)
     message = torch.cat([ids_N.view(torch.uint8), packed])
     ranks = len(group.ranks)
-    counts_PJ = context.exchange_numbers(group, "sync", np.tile([rows_N.numel(), message.numel()], (ranks, 1)))
+    if counts_PJ is None or counts_K is None:
+        counts_PJ = context.exchange_numbers(group, "sync", np.tile([rows_N.numel(), message.numel()], (ranks, 1)))
+        counts_K = np.bincount(part_N.cpu().numpy(), minlength=context.parts)
     others_P = np.arange(ranks) != group.index
-    counts_K = np.bincount(part_N.cpu().numpy(), minlength=len(context.row_index.parts))
     each_K = context.routes.bytes_K["ids"] + context.routes.bytes_K["gradients"]
     context.meter.add("sync", group.links, others_P[:, None] * (counts_K * each_K), context.routes.tier_K < 3)
     rows_N, lookups_N = decode_counts(ids_N, context.counts)

@@ -29,9 +29,10 @@ from thermocline.distributed.placement.row_index import RowLocations
 from thermocline.distributed.placement.table_map import Counts
 from thermocline.kernels.exchange.fields import NOWHERE
 
-from .all_to_all import AllToAll, broadcast_updates, reduce_in_pieces
-from .context import ExchangeContext, sum_counts
+from .all_to_all import AllToAll, UpdateSizes, broadcast_updates, reduce_in_pieces
+from .context import AnnouncedCounts, ExchangeContext, sum_counts
 from .handshake import StepAgreement
+from .host_numbers import positions
 from .owner_pooling import OwnerPooledLookups, PartialSums
 
 
@@ -53,25 +54,33 @@ class BatchGradients(NamedTuple):
 class BatchExchange:
     """The exchange of one batch with the distinct global rows `rows_U`, ascending.
 
-    With `trains`, gradients will follow, and caches count `lookups_U`. The owners pool `owner_pooled`.
+    With `trains`, gradients will follow, and caches count `lookups_U`. The owners pool `owner_pooled`. With `later`, rows may
+    be padded, and the host does not know their number before `settle`.
     """
 
     def __init__(
         self, context: ExchangeContext, rows_U: Tensor, trains: bool = True, lookups_U: Tensor | None = None,
-        owner_pooled: OwnerPooledLookups | None = None,
+        owner_pooled: OwnerPooledLookups | None = None, later: bool = False,
     ) -> None:  # fmt: skip
         self.context, self.rows_U, self.trains = context, rows_U, trains
         self.dense = False  # whether it reads all rows, and gradients of zero update none
         self.where = context.row_index.locate(rows_U)
         if context.counts and trains:
             lookups_U = torch.ones_like(rows_U) if lookups_U is None else lookups_U
-        self.first = AllToAll(context, True, rows_U, self.where, trains, lookups_U if trains else None)
+        self.first = AllToAll(context, True, rows_U, self.where, trains, lookups_U if trains else None, later)
+        self.is_settled = not later
         self.second: AllToAll | None = None
         self._deferred: tuple[Tensor, Tensor] | None = None  # as `AllToAll.answered`
         self._deferred_relayed: tuple[Tensor, Tensor] | None = None
         self.sums: PartialSums | None = None
         if context.routes.owner_pooled:
             self.sums = PartialSums(context, owner_pooled or OwnerPooledLookups(rows_U[:0], rows_U[:0]))
+
+    def settle(self, counts_PK: Counts) -> None:
+        """Take the sizes of messages, which the host has read."""
+        self.first.settle(counts_PK)
+        self.where = self.where.at(slice(int(counts_PK.sum())))
+        self.is_settled = True
 
     @property
     def sent_PJ(self) -> Counts:
@@ -85,7 +94,10 @@ class BatchExchange:
 
     def request(self, agreed: StepAgreement | None = None) -> None:
         """Request the rows; without a handshake before, exchange the counts too."""
-        counts = [None, None] if agreed is None else list(zip(agreed.received_PJ.T, agreed.most_J.tolist(), strict=True))
+        counts: list[AnnouncedCounts | None] = [None, None]
+        if agreed is not None:
+            counts = [AnnouncedCounts(*each) for each in zip(agreed.received_PJ.T, agreed.most_J.tolist(), strict=True)]
+            counts[0] = counts[0] and counts[0]._replace(received_PK=agreed.received_PK)
         self.first.request(counts[0])
         if self.context.routes.relayed and self.context.groups.nodes > 1:
             self._cross_nodes()
@@ -124,11 +136,14 @@ class BatchExchange:
     def fetch_local(self, target: RowDestination) -> None:
         """Fetch the rows of tier 1."""
         if self.context.routes.tier1:
-            here_H = (~self.context.answered_K[self.where.part_N]).nonzero()[:, 0]
-            where, shard = self.where.at(here_H), self.context.shard
+            context, tier1_K = self.context, self.context.routes.tier_K == 1
+            here_K = self.first.here_K * tier1_K
+            here_H = positions(~context.answered_K[self.where.part_N], int(here_K.sum()) if context.device_side else None)
+            where, shard = self.where.at(here_H), context.shard
             kind_H = shard.kind(where) if shard.cached else None
             wire_H = where.part_N if kind_H is None else where.part_N + len(self.context.row_index.parts) * kind_H
-            self._unpack(self._packed(where, kind_H, wire_H), where.part_N, wire_H, here_H, target)
+            size = None if shard.cached else int(here_K @ context.wire_bytes)
+            self._unpack(self._packed(where, kind_H, wire_H, size), where.part_N, wire_H, here_H, target)
 
     def fetch_unchanged(self, target: RowDestination, previous: Sequence[BatchExchange]) -> None:
         """Fetch remote rows that no previous batch updates; `fetch_remote` fetches the rest after the updates."""
@@ -182,8 +197,9 @@ class BatchExchange:
         first = self.first
         kind_M = self._kinds(which_M) if slots and self.context.shard.cached else None
         wire_M, wire_N = first.wire_parts(kind_M, which_M, which_N)
-        message = self._packed(first.where.at(which_M), kind_M, wire_M, which_M)
-        received = first.answer(message, which_M, wire_M, which_N, wire_N)
+        sizes = first.row_bytes(which_M, wire_M, which_N, wire_N)
+        message = self._packed(first.where.at(which_M), kind_M, wire_M, int(sizes.sent_PK.sum()), which_M)
+        received = first.answer(message, sizes)
         self._unpack(received, first.part_N[which_N], wire_N, first.order_N[which_N], target)
 
     def _split_relayed(self, where: RowLocations) -> tuple[Tensor, Tensor]:
@@ -202,12 +218,12 @@ class BatchExchange:
         return kind_N
 
     def _packed(
-        self, where: RowLocations, kind_N: Tensor | None, wire_N: Tensor, which_M: Tensor | None = None
+        self, where: RowLocations, kind_N: Tensor | None, wire_N: Tensor, size: int | None, which_M: Tensor | None = None
     ) -> Tensor:  # fmt: skip
         """A message of local rows, or of the rows `which_M` requested here, some of which came from other nodes."""
         context = self.context
-        offset_N, size = context.kernels.offsets(wire_N, context.wire_bytes_K)
-        message = torch.empty(size, dtype=torch.uint8, device=where.part_N.device)
+        offset_N, end = context.kernels.offsets(wire_N, context.wire_bytes_K)
+        message = torch.empty(int(end) if size is None else size, dtype=torch.uint8, device=where.part_N.device)
         if which_M is not None and self.second is not None:
             here, far = self._split_relayed(where)
             from_N = self.far_V[self.relayed_M[which_M[far]]]
@@ -223,7 +239,8 @@ class BatchExchange:
         where = second.where.at(which_M)
         kind_M = context.shard.kind(where) if slots and context.shard.cached else None
         wire_M, wire_N = second.wire_parts(kind_M, which_M, which_N)
-        self.far = second.answer(self._packed(where, kind_M, wire_M), which_M, wire_M, which_N, wire_N)
+        sizes = second.row_bytes(which_M, wire_M, which_N, wire_N)
+        self.far = second.answer(self._packed(where, kind_M, wire_M, int(sizes.sent_PK.sum())), sizes)
         offset_N, _ = context.kernels.offsets(wire_N, context.wire_bytes_K)
         self.far_V, self.far_wire_V = torch.zeros_like(second.rows_N), torch.zeros_like(second.rows_N)
         self.far_V[second.order_N[which_N]], self.far_wire_V[second.order_N[which_N]] = offset_N, wire_N
@@ -246,21 +263,25 @@ class BatchExchange:
         context, first = self.context, self.first
         if self.second is not None and context.groups.world.gloo and context.is_large(first.most, "gradients"):
             return self._synchronize_replicas(reduce_in_pieces(first, self.second, grads_UW))
-        sums = context.sum_rows(first.rows_M, first.reduce_gradients(grads_UW), first.lookups_M)
+        sizes = first.updates
+        sums = context.sum_rows(first.rows_M, first.reduce_gradients(grads_UW), first.lookups_M, distinct=sizes.rows)
         if context.crosses_nodes:
             crosses_V = context.crosses_nodes_K[context.row_index.locate(sums.rows_V).part_N]
             second = self._cross_nodes() if self.second is None else self.second
             grads_MW = second.reduce_gradients(sums.grads_VW[crosses_V])
             sums = sums.at(~crosses_V).concat(context.sum_rows(second.rows_M, grads_MW, second.lookups_M))
-        return self._synchronize_replicas(sums)
+        return self._synchronize_replicas(sums, sizes)
 
-    def _synchronize_replicas(self, sums: SummedGradients) -> SummedGradients:
+    def _synchronize_replicas(self, sums: SummedGradients, sizes: UpdateSizes | None = None) -> SummedGradients:
         """Broadcast the sums of replicated rows from their homes to all holders."""
         context, groups, routes = self.context, self.context.groups, self.context.routes
         if routes.syncs_nodes:
             replicated_V = context.replicated_K[context.row_index.locate(sums.rows_V).part_N]
             sums = sums.at(~replicated_V).concat(broadcast_updates(context, groups.cross_node, sums.at(replicated_V)))
         if routes.tier1:
-            tier1_V = ~context.answered_K[context.row_index.locate(sums.rows_V).part_N]
-            sums = sums.at(~tier1_V).concat(broadcast_updates(context, groups.intra_node, sums.at(tier1_V)))
+            others_V, rows = context.answered_K[context.row_index.locate(sums.rows_V).part_N], sums.rows_V.numel()
+            known = None if sizes is None or sizes.first_K is None else int(sizes.first_K.sum())
+            others = sums.at(positions(others_V, None if known is None else rows - known))
+            first = sums.at(positions(~others_V, known))
+            sums = others.concat(broadcast_updates(context, groups.intra_node, first, sizes))
         return sums

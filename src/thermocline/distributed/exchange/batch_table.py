@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from thermocline.rows.table_spec import TableSpec
 
 from .batch_exchange import BatchExchange, BatchGradients, RowDestination
 from .context import ExchangeContext
+from .host_numbers import to_device
 from .owner_pooling import OwnerPooledLookups, PartialSums
 
 
@@ -52,19 +54,18 @@ class BatchTableLayout:
             torch.tensor([table[at] for table in tables], dtype=torch.int64, device=device) for at in (0, 1)
         )
         self.dims = sorted({dim for _, _, dim in tables})
+        self.dims_G = torch.tensor(self.dims, dtype=torch.int64, device=device)
         self._groups = [self.dims.index(dim) for _, _, dim in tables]
         self.group_F = torch.tensor(self._groups, dtype=torch.int64, device=device)
         firsts = [min(first for _, first, dim in tables if dim == group) for group in self.dims]
         self.end = max(first + rows for rows, first, _ in tables)
+        self.fields_F2 = torch.stack([self.rows_F, self.first_F], dim=1)
         self.begin_G = torch.tensor(firsts, dtype=torch.int64, device=device)  # global rows of one dimension are contiguous
         self._layouts: dict[tuple[int, ...], tuple[Layout, int]] = {}
 
     def features_of(self, bags: JaggedIds) -> Tensor:
         """The feature of each id."""
-        features = len(self.names)
-        if bags.offsets.numel() and bags.offsets.is_cuda:  # `read_features` does not check offsets on a GPU
-            raise_bad_offsets(bags.offsets, bags.ids_N.numel())
-        lengths_F = feature_offsets(bags, features).diff().long()
+        lengths_F = feature_offsets(bags, len(self.names)).diff().long()
         return torch.repeat_interleave(lengths_F, output_size=bags.ids_N.numel())
 
     def global_rows(self, rows_N: Tensor, feature_N: Tensor) -> Tensor:
@@ -89,26 +90,47 @@ class BatchTableLayout:
 
 
 class BatchTable:
-    """One batch: `rows_U` are the global rows of its lookups, ascending; distinct, or without `dedup` one per lookup."""
+    """One batch: `rows_U` are the global rows of its lookups, ascending; distinct, or without `dedup` one per lookup.
 
-    def __init__(self, layout: BatchTableLayout, bags: JaggedIds, rows_N: Tensor, mode: int, dedup: bool = True) -> None:
+    With `later`, kernels report bad ids, rows are padded, and the host does not know their number before `settle`.
+    """
+
+    def __init__(
+        self, layout: BatchTableLayout, bags: JaggedIds, rows_N: Tensor, mode: int, dedup: bool = True, later: bool = False
+    ) -> None:  # fmt: skip
         self.table_layout, self.mode, self.weights_N = layout, mode, bags.weights_N
         self.owner_pooled: OwnerPooledLookups | None = None
         self._scale_X: Tensor | None = None
         self.offsets = bags.offsets
+        kernels = implementation_for("exchange", rows_N)
+        if bags.offsets.numel() and bags.offsets.is_cuda and not later:  # `read_features` does not check offsets on a GPU
+            raise_bad_offsets(bags.offsets, bags.ids_N.numel())
         feature_N = layout.features_of(bags)
-        global_N = layout.global_rows(rows_N, feature_N)
+        if later:
+            global_N = kernels.global_rows(layout.fields_F2, rows_N, bags.offsets, layout.end)
+        else:
+            global_N = layout.global_rows(rows_N, feature_N)
         if layout.is_owner_pooled is not None and bags.weights_N is None:
             global_N, feature_N = self._take_owner_pooled(layout.is_owner_pooled(global_N), global_N, feature_N)
-        self.rows_U, self._inverse_N = implementation_for("exchange", global_N).distinct_rows(global_N, layout.end, dedup)
+        numbers: list[Tensor] = []
+        if later:
+            self.rows_U, self._inverse_N, *numbers = kernels.distinct_padded(global_N, layout.end, dedup)
+        else:
+            self.rows_U, self._inverse_N = kernels.distinct_rows(global_N, layout.end, dedup)
         begin_G = torch.searchsorted(self.rows_U, layout.begin_G)
         self.ids_N = self._inverse_N - begin_G[layout.group_F[feature_N]]
         if mode == F.NONE:
             self.offsets = feature_offsets(bags, len(layout.names))
-        self._begins = [*begin_G.tolist(), self.rows_U.numel()]
-        self.layout, size = layout.layout([last - first for first, last in pairwise(self._begins)])
-        self.codes = torch.empty(size, dtype=torch.uint8, device=layout.device)
         self.meta = torch.empty(0, dtype=torch.int32, device=layout.device)
+        self.begins = torch.cat([begin_G, *numbers])  # of dimensions in the rows, and with `later` the number of rows
+        if not later:
+            self.settle([*begin_G.tolist(), self.rows_U.numel()])
+
+    def settle(self, begins: list[int]) -> None:
+        """Take where dimensions begin in the rows, and the number of rows, which the host has read."""
+        self._begins, self.rows_U = begins, self.rows_U[: begins[-1]]
+        self.layout, size = self.table_layout.layout([last - first for first, last in pairwise(begins)])
+        self.codes = torch.empty(size, dtype=torch.uint8, device=self.table_layout.device)
 
     def _take_owner_pooled(self, pooled_N: Tensor, global_N: Tensor, feature_N: Tensor) -> tuple[Tensor, Tensor]:
         """Take lookups out that owners pool. Means are computed as sums and scaled when a bag is complete."""
@@ -122,17 +144,19 @@ class BatchTable:
 
     def exchange(self, context: ExchangeContext, trains: bool) -> BatchExchange:
         """The exchange of the rows; caches need to know how often each of `rows_U` is looked up."""
-        lookups_U = torch.bincount(self._inverse_N, minlength=self.rows_U.numel()) if context.counts else None
-        return BatchExchange(context, self.rows_U, trains, lookups_U, self.owner_pooled)
+        lookups_U, later = None, not hasattr(self, "codes")
+        if context.counts:
+            lookups_U = torch.zeros_like(self.rows_U).scatter_add_(0, self._inverse_N, torch.ones_like(self._inverse_N))
+        return BatchExchange(context, self.rows_U, trains, lookups_U, self.owner_pooled, later)
 
     def destination(self, fields_KF: Tensor) -> RowDestination:
         """The memory of the rows; `fields_KF` has the dimension of each part."""
         at = {f[F.DIM]: f[F.CODES] for f in self.layout.tables.distinct}
         dims = self.table_layout.dims
-        begins = [at[dim] - 4 * dim * begin for dim, begin in zip(dims, self._begins, strict=False)]
-        dim_K, device = fields_KF[:, DIM].contiguous(), fields_KF.device
-        group_K = torch.searchsorted(torch.tensor(dims, dtype=torch.int64, device=device), dim_K)
-        return RowDestination(self.codes, torch.tensor(begins, dtype=torch.int64, device=device)[group_K], 4 * dim_K)
+        begins = np.array([at[dim] - 4 * dim * begin for dim, begin in zip(dims, self._begins, strict=False)])
+        dim_K = fields_KF[:, DIM].contiguous()
+        group_K = torch.searchsorted(self.table_layout.dims_G, dim_K)
+        return RowDestination(self.codes, to_device(begins, fields_KF.device)[group_K], 4 * dim_K)
 
     def pool(self, dtype: torch.dtype, sums: PartialSums | None) -> tuple[Tensor, Tensor]:
         """The pooled output, and the winners of max pooling."""
@@ -168,7 +192,7 @@ class BatchTable:
     def _row_gradients(self, winners: Tensor, grad: Tensor) -> Tensor:
         if not self.rows_U.numel():
             return torch.zeros(0, self.layout.tables.max_dim, dtype=torch.float32, device=grad.device)
-        rows, grads_UW = sum_row_gradients(self.layout, self._call(), winners, grad)
+        rows, grads_UW = sum_row_gradients(self.layout, self._call(), winners, grad, self.rows_U.numel())
         assert rows.numel() == self.rows_U.numel()
         return grads_UW
 

@@ -7,7 +7,7 @@ gradients, it adds counts up and encodes the sum, so all holders of replicas rec
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,13 +28,21 @@ from thermocline.plan.model import Direction
 from thermocline.rows.arena import Arena
 from thermocline.rows.table_spec import TableSpec
 
+from .host_numbers import to_device
 from .routes import COUNT_BYTES, FLAT, LOCAL, Phase, Routes
 from .traffic_meter import TrafficMeter
 
-AnnouncedCounts = tuple[Counts, int]  # ids from each member, and the maximum of all members
 LARGE_MESSAGE = 1 << 18  # bytes that a rank sends at most, above which every peer gets its own message
 COUNT_BITS = MAX_WEIGHT.bit_length().bit_length() - 1  # of the exponent
 assert MAX_WEIGHT.bit_length() == 1 << COUNT_BITS
+
+
+class AnnouncedCounts(NamedTuple):
+    """What ranks announce before an exchange: ids from each member, the maximum of all members, and ids by part."""
+
+    received_P: Counts
+    most: int
+    received_PK: Counts | None = None
 
 
 def encode_counts(rows_N: Tensor, lookups_N: Tensor | None, id_type: torch.dtype) -> Tensor:
@@ -71,8 +79,16 @@ class ExchangeContext:
         self.groups, self.shard, self.meter = groups, shard, meter
         self.row_index: RowIndex = shard.row_index
         self.routes = Routes(self.row_index.parts, groups.nodes, groups.local_size, self.row_index.id_bytes)
+        self.parts = len(self.row_index.parts)
         self.width = max(part.dim for part in self.row_index.parts)
         self.kernels: Any = implementation_for("exchange", shard.arena.meta)
+        # With kernels and messages on one device, the host reads sizes once a step, and errors arrive with them.
+        staged = groups.world.process_group is not None and groups.world.sends_from.type != self.row_index.device.type
+        self.device_side = self.kernels.ON_DEVICE and not staged
+        if self.device_side:
+            from thermocline.kernels.gpu.errors import ErrorBuffer  # needs Triton, which CPU-only installations lack
+
+            shard.errors = ErrorBuffer(self.row_index.device)
         self.id_type = torch.int32 if self.row_index.id_bytes == torch.int32.itemsize else torch.int64
         self.counts = shard.cached  # whether ids carry lookup counts
         self.wire_bytes_K = (shard.wire_KF[:, ROW_BYTES] + 4 * shard.wire_KF[:, WORDS]).contiguous()  # of wire parts
@@ -88,7 +104,10 @@ class ExchangeContext:
         self.replicated_K = tier_K < 3
         self.answered_K = tier_K > 1  # in the first all-to-all
         self.deferred_K = (tier_K == 2) & (nodes > 1)  # other nodes may have updated these rows
-        self.relayed_K = torch.from_numpy(routes.relayed_K).to(device) & (nodes > 1)
+        bytes_K = routes.bytes_K["ids"] + routes.bytes_K["gradients"]
+        self.update_bytes_K = torch.from_numpy(bytes_K).to(device)  # of a row's sum, with its id
+        self.relayed_on_host_K = routes.relayed_K & (nodes > 1)
+        self.relayed_K = torch.from_numpy(self.relayed_on_host_K).to(device)
         self.owner_pooled_K = torch.from_numpy(routes.owner_pooled_K).to(device)
         # The first all-to-all reaches all ranks, the second crosses nodes. Without training, rows of tier 1 are not sent.
         first_K = torch.where(route_K == FLAT, STRAIGHT, SAME_NODE)
@@ -120,7 +139,15 @@ class ExchangeContext:
     def exchange_counts(self, group: RankGroup, direction: Direction, sent_P: Counts, total: int) -> AnnouncedCounts:
         """Announce the ids for each member: the ids from each member, and the maximum `total` of all members."""
         received_PJ = self.exchange_numbers(group, direction, np.stack([sent_P, np.full_like(sent_P, total)], axis=1))
-        return received_PJ[:, 0], int(received_PJ[:, 1].max())
+        return AnnouncedCounts(received_PJ[:, 0], int(received_PJ[:, 1].max()))
+
+    def announce(self, group: RankGroup, direction: Direction, numbers_J: Tensor) -> Tensor:
+        """Send J numbers on the device to all members: [member, J] of all."""
+        ones, send_PJ = [1] * len(group.ranks), numbers_J.int().expand(len(group.ranks), -1)
+        with self.meter.timed(direction):
+            received_PJ = group.all_to_all(send_PJ, ones, ones)
+        self.meter.add_untabled(direction, group.links, np.full(len(ones), numbers_J.numel() * COUNT_BYTES))
+        return received_PJ
 
     def exchange_numbers(self, group: RankGroup, direction: Direction, numbers_PJ: Counts) -> Counts:
         """Send J numbers to each member, and return those that each member sent to this rank."""
@@ -130,14 +157,16 @@ class ExchangeContext:
         return received_PJ
 
     def sum_rows(
-        self, rows_M: Tensor, grads_MW: Tensor, lookups_M: Tensor | None, bags: Tensor | None = None
+        self, rows_M: Tensor, grads_MW: Tensor, lookups_M: Tensor | None, bags: Tensor | None = None,
+        distinct: int | None = None,
     ) -> SummedGradients:  # fmt: skip
         """Distinct rows, ascending, with gradients summed in the given order, and summed lookup counts.
 
-        With `bags`, the offsets of bags, the gradients are those of summed bags.
+        With `bags`, the offsets of bags, the gradients are those of summed bags. A GPU waits unless it is given the number of
+        `distinct` rows.
         """
-        offsets = torch.tensor([0, rows_M.numel()], dtype=torch.int64, device=rows_M.device) if bags is None else bags
+        offsets = to_device(np.array([0, rows_M.numel()]), rows_M.device) if bags is None else bags
         call = LookupCall(rows_M, offsets, None, F.NONE if bags is None else F.SUM)
         winners = torch.empty(0, dtype=torch.int32, device=rows_M.device)
-        found = sum_row_gradients(self.all_rows, call, winners, grads_MW.contiguous())
+        found = sum_row_gradients(self.all_rows, call, winners, grads_MW.contiguous(), distinct)
         return SummedGradients(*found, sum_counts(found[0], rows_M, lookups_M))

@@ -50,7 +50,7 @@ class PartialSums:
         counts_PK, order_N = context.kernels.route(
             where.part_N, where.home_N, straight_K, groups.rank // groups.local_size, groups.local_size, groups.size
         )
-        self._sent_PK: Counts = counts_PK.cpu().numpy()
+        self._sent_PK: Counts = counts_PK[:-1].cpu().numpy()
         rows_N, bag_N, home_N = lookups.rows_N[order_N], lookups.bag_N[order_N], where.home_N[order_N]
         begins_N = torch.ones_like(rows_N, dtype=torch.bool)
         begins_N[1:] = (bag_N[1:] != bag_N[:-1]) | (home_N[1:] != home_N[:-1])
@@ -72,7 +72,7 @@ class PartialSums:
     def request(self, announced: AnnouncedCounts | None = None) -> None:
         """Exchange ids; first the counts, if no step header announced them."""
         context = self.context
-        received_P, self._most = announced or context.exchange_counts(self._group, "ids", self.sent_P, self.total)
+        received_P, self._most, _ = announced or context.exchange_counts(self._group, "ids", self.sent_P, self.total)
         ids_M = self._exchange("ids", self._ids_N, self.sent_P, received_P, self._sent_PK).long()
         self._begins_M = ids_M < 0
         self.rows_M = torch.where(self._begins_M, ~ids_M, ids_M)

@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from thermocline.distributed.comm_stream import CommStream
 from thermocline.distributed.comm_thread import CommJob, CommThread, record_use
 from thermocline.distributed.process_groups import RankGroup
 from thermocline.nn.backward_pass import at_end_of_pass, current_pass
@@ -111,13 +112,14 @@ class PassReductions:
 
 
 class ExchangePipeline:
-    """The background work of one collection: its communication thread, and its prefetched batches.
+    """The background work of one collection: its communication thread or stream, and its prefetched batches.
 
-    Without `overlap`, exchanges run in the caller's thread and nothing is prefetched.
+    Without `overlap`, exchanges run in the caller's thread and nothing is prefetched. With a stream gradients are exchanged
+    there, and nothing is prefetched either.
     """
 
-    def __init__(self, comm_thread: CommThread, overlap: bool) -> None:
-        self.comm_thread, self.overlap = comm_thread, overlap
+    def __init__(self, comm_thread: CommThread, overlap: bool, comm_stream: CommStream | None = None) -> None:
+        self.comm_thread, self.overlap, self._comm_stream = comm_thread, overlap, comm_stream
         self.next_inputs: list[Any] = []  # of batches that the coming forward prefetches
         self.depth = 1  # most batches prefetched at a time
         self._prefetched: deque[PrefetchedBatch] = deque()  # as many on all ranks
@@ -142,6 +144,9 @@ class ExchangePipeline:
             self.wait(meter)
             job()
             return
+        if self._comm_stream is not None:
+            self._comm_stream.launch(job)
+            return
         meter.start_background()
         self.comm_thread.submit(job)
 
@@ -151,13 +156,15 @@ class ExchangePipeline:
             begin = time.perf_counter()
             self.comm_thread.wait()
             meter.end_background(begin)
+            if self._comm_stream is not None:
+                self._comm_stream.wait()
 
     # -- prefetching --------------------------------------------------------------------------------------------------------
 
     def start_prefetch(self, context: ExchangeContext, read: ReadBatch, count: int, current: BatchExchange) -> None:
         """Prefetch `count` batches during the current one, the same on all ranks; some ranks have fewer."""
         inputs, self.next_inputs = self.next_inputs[:count], self.next_inputs[count:]
-        if not self.overlap:
+        if not self.overlap or self._comm_stream is not None:
             return
         if count and self._prefetched and self._prefetched[0].trains != current.trains:
             self._prefetched.clear()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from thermocline.kernels.exchange.fields import CODES, DIM, FORMAT, GRADIENT, ME
 from thermocline.kernels.layout import Cache, Layout, write_spec
 from thermocline.kernels.update.reference import advance
 from thermocline.rows.arena import Arena
-from thermocline.rows.training import Trainer, raise_pending
+from thermocline.rows.training import Trainer, raise_pending, report_to
 
 from .row_index import RowIndex, RowLocations
 
@@ -70,8 +70,10 @@ class LocalShard:
             lines.append([codes_RB.shape[1], meta_RW.shape[1], *at, row, dim, format, part.gradient_bytes // dim])
         self.fields_KF = torch.tensor(lines, dtype=torch.int64, device=row_index.device)
         self.slotted_K = torch.tensor([part.slots > 0 for part in row_index.parts], dtype=torch.bool, device=row_index.device)
-        self.wire_KF = torch.cat([self.fields_KF, self._slot_fields(F.FP32), self._slot_fields(F.INT8)])
         self.cached = any(part.slots for part in row_index.parts)
+        in_slots = [self._slot_fields(format) for format in (F.FP32, F.INT8) if self.cached]
+        self.wire_KF = torch.cat([self.fields_KF, *in_slots])  # of wire parts
+        self.errors: Any = None  # the `ErrorBuffer` of updates, if their errors are read later
         self.kinds = 3 if any(part.int8_slots for part in row_index.parts) else 2  # on any rank
         self._slots_by_tier = {tier: self._slots_of(tier) for tier in (1, 2, 3)}
         self.sums_KF = self.fields_KF.clone()  # of pooled sums, which travel as gradients do
@@ -125,7 +127,7 @@ class LocalShard:
             pack(values, arena.meta, self.wire_KF, wire_K, slot_N[fp32], offset_N[fp32], message)
             self._pack_int8_slots(cache, where.part_N[int8], slot_N[int8], offset_N[int8], message)
             where, offset_N = where.at(rest), offset_N[rest]
-        pack(arena.codes, arena.meta, self.fields_KF, where.part_N, where.index_N, offset_N, message)
+        pack(arena.codes, arena.meta, self.wire_KF, where.part_N, where.index_N, offset_N, message)
 
     def _pack_int8_slots(self, cache: Cache, part_N: Tensor, slot_N: Tensor, offset_N: Tensor, message: Tensor) -> None:
         """Int8 slots store the scale first; messages have it last."""
@@ -196,8 +198,10 @@ class LocalShard:
         try:
             rows = RowArrays(arena.codes, arena.meta, layout, cache)
             optimizer = trainer.arrays._replace(hyper=hyper, clock=clock)
-            update_rows(rows, optimizer, at_V, sums.grads_VW, seen_N, sums.rows_V)
-            raise_pending(arena)
+            with report_to(self.errors):
+                update_rows(rows, optimizer, at_V, sums.grads_VW, seen_N, sums.rows_V)
+            if self.errors is None:
+                raise_pending(arena)
         except BadGradient as error:
             return error
         return None

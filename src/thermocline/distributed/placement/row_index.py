@@ -15,22 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.kernels.exchange.cpu import locate
-from thermocline.plan.balance import MULTIPLIERS
+from thermocline.kernels.dispatch import implementation_for
 from thermocline.plan.cost.memory import id_bytes
 from thermocline.plan.model import Exchange, TablePlan
 from thermocline.rows.arena import Arena
 from thermocline.rows.precision import bytes_per_row, format_of
 from thermocline.rows.table_spec import TableSpec
 
-from .table_map import Counts, TableMap
-
-_MULTIPLIERS = np.array(MULTIPLIERS, dtype=np.uint64).view(np.int64)
+from .table_map import SIGNED_MULTIPLIERS, TableMap
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ class RowLocations(NamedTuple):
     home_N: Tensor
     index_N: Tensor
 
-    def at(self, at: Tensor) -> RowLocations:
+    def at(self, at: Tensor | slice) -> RowLocations:
         """The locations of a subset."""
         return RowLocations(self.part_N[at], self.home_N[at], self.index_N[at])
 
@@ -116,10 +112,8 @@ class RowIndex:
         self._number = number.to(device)
         self._begins = torch.tensor([self.first[t] for t in order], dtype=torch.int64, device=device)
         self._order = torch.tensor(order, dtype=torch.int64, device=device)
-        self._fields: Counts | None = None
-        if device.type == "cpu":
-            lines = [[self.first[t], self.first[t] + plans[t].rows, *maps[t].fields(), *number[t, 1:].tolist()] for t in order]
-            self._fields = np.array(lines, dtype=np.int64)
+        lines = [[self.first[t], self.first[t] + plans[t].rows, *maps[t].fields(), *number[t, 1:].tolist()] for t in order]
+        self._fields_TM = torch.tensor(lines, dtype=torch.int64, device=device)
         self.tier_K = torch.tensor([part.tier for part in self.parts], dtype=torch.int64, device=device)
         whole = all(part.tier == 3 and part.local_rows == maps[part.table].rows for part in self.parts)
         self.unsharded = whole and nodes * local_size == 1  # one process holds every table whole
@@ -149,12 +143,11 @@ class RowIndex:
 
     def locate(self, rows_N: Tensor) -> RowLocations:
         """The locations of global rows."""
-        if self._fields is not None:
-            return RowLocations(*locate(self._fields, _MULTIPLIERS, self._nodes, self._local_size, rows_N))
-        return self.locate_by_table(rows_N)
+        locate = implementation_for("exchange", rows_N).locate
+        return RowLocations(*locate(self._fields_TM, SIGNED_MULTIPLIERS, self._nodes, self._local_size, rows_N))
 
     def locate_by_table(self, rows_N: Tensor) -> RowLocations:
-        """`locate` in plain PyTorch: the reference, and the implementation on a GPU."""
+        """`locate` in plain PyTorch: the reference."""
         table_N = self.tables_of(rows_N)
         part_N, home_N, index_N = (torch.zeros_like(rows_N) for _ in range(3))
         counts_T = torch.bincount(table_N, minlength=len(self.maps)).tolist()

@@ -31,7 +31,7 @@ from thermocline.plan.balance import MULTIPLIERS, Placement, PlacementInput, pla
 from thermocline.plan.model import TablePlan
 
 Counts = NDArray[np.int64]
-_SIGNED = tuple(m - (1 << 64) if m >= 1 << 63 else m for m in MULTIPLIERS)
+SIGNED_MULTIPLIERS = tuple(m - (1 << 64) if m >= 1 << 63 else m for m in MULTIPLIERS)
 
 
 class TableMap:
@@ -110,7 +110,7 @@ class TableMap:
         return (position_N + self.turns_B[block_N].long()) % ranks, block_N
 
     def fields(self) -> list[int]:
-        """The fields of `kernels/exchange/cpu.py` from OWNER to TURN, with addresses of tensors that this map owns."""
+        """The fields of `kernels/exchange/fields.py` from OWNER to BITS, with addresses of tensors that this map owns."""
         none = self.owner is not None or not (self.tier1 or self.tier2)
         replicated = K.SOME if self._replicated is not None else K.NONE if none else K.ALL
         everywhere = K.SOME if self._tier1 is not None else K.ALL if self.tier1 else K.NONE
@@ -118,7 +118,8 @@ class TableMap:
         for each in (self._replicated, self._tier1):
             bitmaps += (0, 0) if each is None else (each.words.data_ptr(), each.counts.data_ptr())
         owner = -1 if self.owner is None else self.owner
-        return [owner, self.tier3, replicated, everywhere, *bitmaps, self.turns_B.data_ptr(), self.turns_B.element_size()]
+        turns, bits = (self.turns_B.data_ptr(), self.turns_B.element_size()), max(1, (self.tier3 - 1).bit_length())
+        return [owner, self.tier3, replicated, everywhere, *bitmaps, *turns, bits]
 
     @property
     def bytes(self) -> int:
@@ -140,7 +141,7 @@ def scatter(index_N: Tensor, count: int) -> Tensor:
     mask, fold = (1 << bits) - 1, max(1, bits // 2)
 
     def once(at_N: Tensor) -> Tensor:
-        for multiplier in _SIGNED:
+        for multiplier in SIGNED_MULTIPLIERS:
             at_N = ((at_N ^ (at_N >> fold)) * multiplier) & mask
         return at_N ^ (at_N >> fold)
 

@@ -16,6 +16,7 @@ from . import fields as E
 from . import reference
 from .reference import offsets as offsets
 
+ON_DEVICE = False  # sizes of results are at once on the host
 PREFETCH_DISTANCE = 8  # rows
 _PART_FIELDS = len(E.FIELDS)
 _ZERO = np.float32(0)
@@ -96,10 +97,7 @@ def _scattered(index, count, bits, fold, multipliers):
 @helper
 def _cold(table, index, local_size, multipliers):
     """(owner, place) of the index-th cold row of a table."""
-    cold = get_i64(table, E.COLD)
-    bits = 1
-    while bits < 62 and (1 << bits) < cold:
-        bits += 1
+    cold, bits = get_i64(table, E.COLD), get_i64(table, E.BITS)
     position = _scattered(index, cold, bits, max(1, bits // 2), multipliers)
     if local_size == 1:
         return 0, position
@@ -147,13 +145,14 @@ def _locate(maps, multipliers, rows, parts, homes, places, tables, nodes, local_
 
 
 def locate(
-    maps_T: np.ndarray, multipliers: np.ndarray, nodes: int, local_size: int, rows_N: Tensor
+    maps_TM: Tensor, multipliers: tuple[int, ...], nodes: int, local_size: int, rows_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Part, owner and place of global rows; `maps_T` has the MAP_FIELDS of each table, by first row."""
+    """Part, owner and place of global rows; `maps_TM` has the MAP_FIELDS of each table, by first row."""
     rows_N = rows_N.contiguous()
     part_N, home_N, place_N = (torch.empty_like(rows_N) for _ in range(3))
-    arrays = addresses("qqqqqq", maps_T, multipliers, rows_N, part_N, home_N, place_N)
-    _locate(*arrays, len(maps_T), nodes, local_size, rows_N.numel())
+    numbers = np.array(multipliers)
+    arrays = addresses("qqqqqq", maps_TM, numbers, rows_N, part_N, home_N, place_N)
+    _locate(*arrays, len(maps_TM), nodes, local_size, rows_N.numel())
     return part_N, home_N, place_N
 
 
@@ -165,7 +164,7 @@ def _route(part, home, ways, keys, counts, order, count, parts, node, local_size
     for i in range(count):
         k, h = get_i64(part, i), get_i64(home, i)
         way = get_i64(ways, k)
-        key = group * parts
+        key = group * parts + k
         if way == E.SAME_NODE:
             key = (node * local_size + h % local_size) * parts + k
         elif way == E.OTHER_NODES:
@@ -174,7 +173,7 @@ def _route(part, home, ways, keys, counts, order, count, parts, node, local_size
             key = h * parts + k
         put_i64(keys, i, key)
         put_i64(counts, key + 1, get_i64(counts, key + 1) + 1)
-    for key in range(group * parts + 1):
+    for key in range((group + 1) * parts):
         put_i64(counts, key + 1, get_i64(counts, key + 1) + get_i64(counts, key))
     for i in range(count):
         key = get_i64(keys, i)
@@ -184,14 +183,13 @@ def _route(part, home, ways, keys, counts, order, count, parts, node, local_size
 
 
 def route(part_N: Tensor, home_N: Tensor, ways_K: Tensor, node: int, local_size: int, group: int) -> tuple[Tensor, Tensor]:
-    """(rows of each part for each rank of a group [group, parts], indices of the rows in the order of the message)."""
+    """(rows of each part for each rank of a group, and last for none [group + 1, parts]; row indices in that order)."""
     parts, keys_N, order_N = ways_K.numel(), torch.empty_like(part_N), torch.empty_like(part_N)
-    ends = np.zeros(group * parts + 2, dtype=np.int64)
+    ends = np.zeros((group + 1) * parts + 1, dtype=np.int64)
     assert part_N.shape == home_N.shape
     arrays = addresses("qqqqqq", part_N, home_N, ways_K, keys_N, ends, order_N)
     _route(*arrays, part_N.numel(), parts, node, local_size, group)
-    counts_PK = torch.from_numpy(np.diff(ends[: group * parts], prepend=0)).view(group, parts)
-    return counts_PK, order_N[: int(ends[group * parts - 1])]
+    return torch.from_numpy(np.diff(ends[:-1], prepend=0)).view(group + 1, parts), order_N
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -286,7 +284,7 @@ def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Te
     _unpack_rows(*addresses("BqqqqB", message, offset_N, fields_KF, part_N, target_N, rows), part_N.numel())
 
 
-def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor) -> Tensor:
+def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor, size: int | None = None) -> Tensor:
     """A message of the gradients of rows `at_N`, whose parts are `part_N`."""
     grads_UW = grads_UW.contiguous()
     counts_K = np.bincount(part_N.numpy(), minlength=len(fields_KF))

@@ -1,4 +1,4 @@
-"""Row exchange between ranks: the definition, in plain PyTorch, which GPUs run as it is."""
+"""Row exchange between ranks: the definition, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -23,21 +23,29 @@ def distinct_rows(rows_N: Tensor, limit: int, once: bool = True) -> tuple[Tensor
     return sorted_N, inverse_N
 
 
+def distinct_padded(rows_N: Tensor, limit: int, once: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """`distinct_rows` with room for one row of each input: (rows, then `limit`; indices; [number of rows])."""
+    found_U, inverse_N = distinct_rows(rows_N, limit, once)
+    number = torch.count_nonzero(found_U < limit)  # rows of `limit` and more are not among them
+    padding = rows_N.new_full((rows_N.numel() - found_U.numel(),), limit)
+    return torch.cat([found_U, padding]), inverse_N, number.to(torch.int32)[None]
+
+
 def route(part_N: Tensor, home_N: Tensor, ways_K: Tensor, node: int, local_size: int, group: int) -> tuple[Tensor, Tensor]:
-    """(rows of each part for each rank of a group [group, parts], indices of the rows in the order of the message)."""
+    """(rows of each part for each rank of a group, and last for none [group + 1, parts]; row indices in that order)."""
     way_N, parts = ways_K[part_N], ways_K.numel()
     same_N, other_N = node * local_size + home_N % local_size, home_N // local_size
     to_N = torch.where(way_N == SAME_NODE, same_N, torch.where(way_N == OTHER_NODES, other_N, home_N))
-    key_N = torch.where(way_N == NOWHERE, group * parts, to_N * parts + part_N)
-    counts_PK = torch.bincount(key_N, minlength=(group + 1) * parts)[: group * parts].view(group, parts)
-    return counts_PK, key_N.argsort(stable=True)[: int(counts_PK.sum())]
+    key_N = torch.where(way_N == NOWHERE, group, to_N) * parts + part_N
+    counts_PK = torch.bincount(key_N, minlength=(group + 1) * parts).view(group + 1, parts)
+    return counts_PK, key_N.argsort(stable=True)
 
 
-def offsets(part_N: Tensor, size_K: Tensor) -> tuple[Tensor, int]:
-    """(offsets of consecutive records, their end), given the bytes of a record of each part."""
+def offsets(part_N: Tensor, size_K: Tensor) -> tuple[Tensor, Tensor]:
+    """(offsets of consecutive records, their end as a number on the device), given the bytes of a record of each part."""
     size_N = size_K[part_N]
     ends_N = size_N.cumsum(0)
-    return ends_N - size_N, int(ends_N[-1]) if ends_N.numel() else 0
+    return ends_N - size_N, ends_N[-1] if ends_N.numel() else size_K.new_zeros(())
 
 
 def _by_part(part_N: Tensor, fields_KF: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
@@ -81,10 +89,10 @@ def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Te
         floats[target_N[at_K, None] // 4 + torch.arange(dim, device=message.device)] = values_KD
 
 
-def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor) -> Tensor:
-    """A message of the gradients of rows `at_N`, whose parts are `part_N`."""
-    offset_N, size = offsets(part_N, fields_KF[:, DIM] * fields_KF[:, GRADIENT])
-    out = torch.empty(size, dtype=torch.uint8, device=grads_UW.device)
+def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor, size: int | None = None) -> Tensor:
+    """A message of the gradients of rows `at_N`, whose parts are `part_N`, of `size` bytes if they are known."""
+    offset_N, end = offsets(part_N, fields_KF[:, DIM] * fields_KF[:, GRADIENT])
+    out = torch.empty(int(end) if size is None else size, dtype=torch.uint8, device=grads_UW.device)
     for at_K, (*_, dim, _, each) in _by_part(part_N, fields_KF):
         grads_KD = grads_UW[at_N[at_K], :dim].to(torch.float32 if each == 4 else torch.bfloat16).contiguous()
         column = torch.arange(dim * each, device=out.device)

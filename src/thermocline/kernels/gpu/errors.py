@@ -80,7 +80,14 @@ def thread_error_buffer(device: torch.device) -> Iterator[None]:
     """Kernels that this thread launches on a device inside the context report to a buffer of this thread."""
     if device not in _thread.by_device:
         _thread.by_device[device] = ErrorBuffer(device)
-    before, _thread.active = _thread.active, _thread.by_device[device]
+    with reporting_to(_thread.by_device[device]):
+        yield
+
+
+@contextmanager
+def reporting_to(buffer: ErrorBuffer) -> Iterator[None]:
+    """Kernels that this thread launches inside the context report to `buffer`."""
+    before, _thread.active = _thread.active, buffer
     try:
         yield
     finally:

@@ -42,7 +42,7 @@ def hashed(id_T, key, rows):
 
 
 @triton.jit
-def _ones(word_T):
+def ones_of(word_T):
     """Population count, in a form that compilers turn into one instruction."""
     x = word_T.to(tl.uint64)
     x = x - ((x >> 1) & 0x5555555555555555)
@@ -75,11 +75,11 @@ def rank_in_bitmap(words, counts, low, high, id_T, mask_T):
     mine_T = tl.load(words + word_T, mask=inside_T, other=0)
     rank_T = tl.load(counts + block_T, mask=inside_T, other=0).to(tl.int64)
     one_T = tl.zeros_like(at_T) + 1
-    rank_T += _ones(mine_T & ((one_T << bit_T) - 1))
+    rank_T += ones_of(mine_T & ((one_T << bit_T) - 1))
     kept_T = inside_T & (((mine_T >> bit_T) & 1) == 1)
     for step in tl.static_range(_BLOCK_WORDS - 1):
         before_T = begin_T + step
-        rank_T += _ones(tl.load(words + before_T, mask=kept_T & (before_T < word_T), other=0))
+        rank_T += ones_of(tl.load(words + before_T, mask=kept_T & (before_T < word_T), other=0))
     return kept_T, rank_T
 
 

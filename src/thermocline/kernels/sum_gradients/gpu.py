@@ -285,10 +285,12 @@ def _store_sums(
         tl.store(out + over_rows(rank_T, sums) * width + over_columns(column), sums, mask=mask)
 
 
-def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+def sum_row_gradients(
+    layout: Layout, call: LookupCall, winners: Tensor, grad_out: Tensor, distinct: int | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(distinct arena rows in ascending order, their summed gradients [rows, max_dim], zeros after a row's dimension).
 
-    Synchronizes, because the number of distinct rows is the size of the result.
+    Synchronizes unless it is given the number of distinct rows, the size of the result.
     """
     tables, count, device = layout.tables, call.ids_N.numel(), grad_out.device
     grad_out = grad_out.contiguous()
@@ -299,7 +301,7 @@ def sum_row_gradients(layout: Layout, call: LookupCall, winners: Tensor, grad_ou
     keys_N, head_N = as_tensor(lookups.keys), torch.ones(count, dtype=torch.bool, device=device)
     torch.ne(keys_N[1:], keys_N[:-1], out=head_N[1:])
     rank = torch.cumsum(head_N, 0) - 1
-    distinct = int((head_N & (keys_N < tables.rows)).sum())
+    distinct = int((head_N & (keys_N < tables.rows)).sum()) if distinct is None else distinct
     rows_U = torch.empty(distinct, dtype=torch.int64, device=device)
     grads_UW = torch.zeros((distinct, tables.max_dim), dtype=torch.float32, device=device)
     for run in tables.runs:

@@ -1,0 +1,63 @@
+"""The exchange of GPUs trains what the exchange of CPUs trains, bit for bit, and reads sizes from the device once a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import TABLES, heat_of, plan_of, table_plan, with_slots
+
+HEAT = heat_of()
+THIRD = dict.fromkeys(TABLES, (0, 0))
+MIXED = {"user": (13, 30), "item": (0, 61), "shop": (5, 11)}
+EXCHANGES = {"user": "flat", "item": "node", "shop": "node"}
+SOME = {"user": (13, 0), "item": (7, 0), "shop": (0, 0)}
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+
+def planned(nodes, cards, tiers, precision="int8", exchange=None, slots=None, pooled_by="asker"):
+    tables = [table_plan(name, *tiers[name], precision, (exchange or {}).get(name, "flat")) for name in TABLES]
+    tables = [with_slots(table, slots) if slots else table for table in tables]
+    return plan_of(nodes, cards, [table.model_copy(update={"pooled_by": pooled_by}) for table in tables], HEAT)
+
+
+CASES = {
+    "tiers 1 and 3": (planned(1, 2, SOME, "int4"), {}),
+    "two nodes": (planned(2, 1, MIXED, exchange=EXCHANGES), {}),
+    "caches": (planned(2, 1, MIXED, "int4", slots={1: (3, 0), 2: (5, 0), 3: (6, 2)}), {"policy": "adaptive"}),
+    "owners pool": (planned(1, 2, SOME, pooled_by="owner"), {}),
+    "ahead": (planned(1, 2, THIRD), {"ahead": "three"}),
+}
+
+
+def compare(mine, theirs):
+    assert type(mine) is type(theirs)
+    if isinstance(mine, dict):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            compare(mine[key], theirs[key])
+    elif isinstance(mine, (list, tuple)):
+        for one, other in zip(mine, theirs, strict=True):
+            compare(one, other)
+    else:
+        assert np.array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_exchange_of_gpus_trains_what_that_of_cpus_trains(on_ranks, name):
+    plan, settings = CASES[name]
+    given = plan, HEAT, {"precision": plan.tables[0].precision, "exact": True, **settings}, 2
+    found, wanted = (on_ranks(name, plan.topology.world_size, *given) for name in ("device_side_ranks.train", "train"))
+    compare(found, wanted)
+
+
+def test_errors_of_kernels_reach_all_ranks_with_the_headers(on_ranks):
+    told = on_ranks("device_side_ranks.fail", 2, planned(1, 2, THIRD), HEAT)
+    assert "'item'" in told[1][1] and "61" in told[1][1] and "rank 1 stopped" in told[0][1]
+    assert all("BadGradient" in each[4] or "rank 1 stopped" in each[4] for each in told), told
+    assert not any(each[step] for each in told for step in (0, 2, 3, 5, 6)), told
+
+
+@pytest.mark.parametrize("tiers", [THIRD, SOME], ids=["tier 3", "tiers 1 and 3"])
+def test_a_step_asks_the_device_for_nothing_but_sizes(on_ranks, tiers):
+    for forward, backward, steps in on_ranks("device_side_ranks.waits", 2, planned(1, 2, tiers), HEAT):
+        assert not forward and not backward and steps == 2
