@@ -27,7 +27,7 @@ from torch import Tensor
 
 from thermocline.kernels.gpu.bags import ids_of_program
 from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
-from thermocline.kernels.ids.gpu import _ones, hash_id
+from thermocline.kernels.ids.gpu import hash_id, ones_of
 
 from . import fields as K
 from .fields import GpuBatch, GpuMoves, KeyArrays, KeyRules, TableRows
@@ -89,7 +89,7 @@ def _rows_of(keys, tags, id_T, hash_T, rows, mask_T):
     left_T = _same_tags(tags, first_T, tag_of(hash_T), mask_T)
     row_T = tl.zeros_like(id_T) - 1
     while tl.max((left_T != 0).to(tl.int32), 0) > 0:
-        at_T = first_T + _ones(left_T ^ (left_T - 1)) - 1
+        at_T = first_T + ones_of(left_T ^ (left_T - 1)) - 1
         hit_T = (left_T != 0) & (tl.load(keys + at_T, mask=left_T != 0, other=0) == id_T)
         row_T = tl.where(hit_T, at_T, row_T)
         left_T = tl.where(hit_T, 0, left_T & (left_T - 1))
