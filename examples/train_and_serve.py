@@ -22,7 +22,7 @@ import tritonclient.grpc as grpcclient
 
 import thermocline
 
-FOLDER, SECRET, GRPC, PUBLISH = Path("published"), Path("secret"), "127.0.0.1:8001", "127.0.0.1:8002"
+FOLDER, SECRET = Path("published"), Path("secret")
 
 
 def make_model() -> thermocline.EmbeddingCollection:
@@ -55,64 +55,49 @@ def ask(client: grpcclient.InferenceServerClient, item: int) -> tuple[str, np.nd
     return answer.get_response().model_version, answer.as_numpy("item")[0]
 
 
-def train(model: thermocline.EmbeddingCollection, publisher: thermocline.Publisher, item: int) -> None:
-    """A step that changes an item."""
-    model(torch.tensor([[17, item]])).values().square().sum().backward()
-    publisher.step()
+def watch(client: grpcclient.InferenceServerClient, changes: float, item: int = 7) -> None:
+    """Print the row of an item, and then whenever it changes."""
+    before = None
+    while changes >= 0:
+        version, row = ask(client, item)
+        if before is None or not np.array_equal(row, before):
+            print(f"{time.strftime('%X')}  version {version}: row {item} begins with {row[0]:+.4f}", flush=True)
+            before, changes = row, changes - 1
+        time.sleep(0.05)
+
+
+def train(publish: str = "127.0.0.1:8002", steps: int = 60, item: int = 7) -> None:
+    """Change an item once a second."""
+    model = make_model()
+    with thermocline.publish(model, FOLDER, to=publish, secret_file=SECRET) as publisher:
+        for number in range(steps):
+            print(f"{time.strftime('%X')}  step {number} changes row {item}", flush=True)
+            model(torch.tensor([[17, item]])).values().square().sum().backward()
+            publisher.step()
+            time.sleep(1)
+
+
+def serve(grpc: str = "8001", publish: str = "8002", changes: float = float("inf"), trains: bool = False) -> None:
+    """Serve on two ports, and watch row 7; with a trainer, if asked."""
+    make_model()
+    server, grpc, publish = start_server(grpc, publish)
+    words = [sys.executable, __file__, "train", publish]
+    print(f"serving at {grpc}; " + ("training" if trains else f"now run: {' '.join(words[1:])}"), flush=True)
+    trainer = subprocess.Popen(words) if trains else None
+    try:
+        watch(grpcclient.InferenceServerClient(grpc), changes)
+    finally:
+        for process in (server, trainer) if trainer else (server,):
+            process.terminate()
+            process.wait()
+        server.stdout.close()
 
 
 def main(changes: int = 5) -> None:
-    """Change an item, and wait until the client sees it."""
-    model = make_model()
-    server, grpc, publish = start_server("0", "0")
-    client = grpcclient.InferenceServerClient(grpc)
-    try:
-        with thermocline.publish(model, FOLDER, to=publish, secret_file=SECRET) as publisher:
-            publisher.flush()
-            for _ in range(changes):
-                _, before = ask(client, 7)
-                began = time.monotonic()
-                train(model, publisher, 7)
-                while np.array_equal(ask(client, 7)[1], before):
-                    publisher.step()
-                    time.sleep(0.01)
-                version, row = ask(client, 7)
-                print(f"version {version}: row 7 begins with {row[0]:+.4f}, {time.monotonic() - began:.2f} s after its step")
-    finally:
-        client.close()
-        server.terminate()
-        server.wait()
-        server.stdout.close()
+    """Train in another process, and watch row 7 change."""
+    serve("0", "0", changes, trains=True)
     print("trained and served")
 
 
-def serve() -> None:
-    """Serve, and print row 7 whenever it changes."""
-    make_model()
-    server, grpc, publish = start_server(GRPC.rpartition(":")[2], PUBLISH.rpartition(":")[2])
-    print(f"serving at {grpc}; now run: python {sys.argv[0]} train ({publish})")
-    client, before = grpcclient.InferenceServerClient(grpc), None
-    try:
-        while True:
-            version, row = ask(client, 7)
-            if before is None or not np.array_equal(row, before):
-                print(f"{time.strftime('%X')}  version {version}: row 7 begins with {row[0]:+.4f}")
-            before = row
-            time.sleep(0.05)
-    except KeyboardInterrupt:
-        server.terminate()
-        server.wait()
-
-
 if __name__ == "__main__":
-    if "serve" in sys.argv[1:]:
-        serve()
-    elif "train" in sys.argv[1:]:
-        model = make_model()
-        with thermocline.publish(model, FOLDER, to=PUBLISH, secret_file=SECRET) as publisher:
-            for number in range(60):
-                print(f"{time.strftime('%X')}  step {number} changes row 7")
-                train(model, publisher, 7)
-                time.sleep(1)
-    else:
-        main()
+    {"serve": serve, "train": train, "": main}["".join(sys.argv[1:2])](*sys.argv[2:])

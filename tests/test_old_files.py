@@ -126,7 +126,9 @@ def test_old_plan_is_of_the_old_heat_file():
 
 def test_old_plan_opens_with_every_field():
     plan = Plan.load(FILES / "plan.json")
-    assert plan.model_dump(mode="json") == json.loads((FILES / "plan.json").read_text())
+    assert with_fields_of(json.loads((FILES / "plan.json").read_text()), plan.model_dump(mode="json")) == plan.model_dump(
+        mode="json"
+    )
     assert {table.name: summary(table) for table in plan.tables} == EXPECTED["plan"]
     assert plan.step.total == EXPECTED["step"]
 
@@ -134,6 +136,18 @@ def test_old_plan_opens_with_every_field():
 def test_old_tables_and_topology_files_give_the_same_plan():
     plan = tc.make_plan(FILES / "tables.yaml", FILES / "heat.tc", FILES / "topology.yaml", budget="140kB", prune=1)
     assert {table.name: summary(table) for table in plan.tables} == EXPECTED["plan"]
+
+
+def with_fields_of(old, new):
+    """`old`, with the fields that it lacks at their values in `new`, which are defaults."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {
+            **{name: new[name] for name in new.keys() - old.keys()},
+            **{k: with_fields_of(v, new.get(k)) for k, v in old.items()},
+        }
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [with_fields_of(*pair) for pair in zip(old, new, strict=True)]
+    return old
 
 
 def summary(table):

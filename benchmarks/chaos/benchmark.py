@@ -10,7 +10,14 @@ For some minutes clients request rows of two tables and compare every response w
     chaos/malformed    requests sent, of 100,000               chaos/memory      of the front end: middle third over last
     chaos/recovered    shards that came back, of those killed
 
-`actors.py` has the clients and the faults.
+`actors.py` has the clients and the faults. Then a trainer publishes to a server while both, its shards and the network fail
+(`publishes.py`); `--filter publishes` runs this alone.
+
+    chaos/publish-wrong        responses other than what their version has
+    chaos/publish-mixed        responses of several publishes
+    chaos/publish-lost         faults after which newer publishes were not served within 90 s, and the last publish
+    chaos/publish-unexpected   errors without a fault
+    chaos/publish-memory       of the server while it is not killed: middle third over last
 """
 
 from __future__ import annotations
@@ -27,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.actors import Actors, Chains
+from benchmarks.chaos.publishes import PublishChaos, record
+from benchmarks.exchange.network import cluster, why_not
 from benchmarks.runner.record import Recorder
 from thermocline.errors import BadInput
 
@@ -76,9 +85,32 @@ class ChaosServer:
             return self.process.wait()
 
 
-def run(minutes: float = 10.0, progress: Callable[[int, int, str], None] = lambda done, total, what: None) -> dict[str, Any]:
+def run(
+    minutes: float = 10.0, filter: str | None = None, progress: Callable[[int, int, str], None] = lambda done, total, what: None
+) -> dict[str, Any]:
     """Run clients and faults for some minutes, and record the result."""
     recorder = Recorder("chaos", lambda line: None, judged=minutes >= 10)
+    if filter is None or filter in "requests":
+        _requests(recorder, minutes, progress)
+    if filter is None or filter in "publishes":
+        _publishes(recorder, minutes, progress)
+    return recorder.record
+
+
+def _publishes(recorder: Recorder, minutes: float, progress: Callable[[int, int, str], None]) -> None:
+    if reason := why_not():
+        recorder.note(f"no network faults: {reason}")
+    with tempfile.TemporaryDirectory() as folder, cluster(2, 1) as net:
+        chaos = PublishChaos(Path(folder), net, 60 * minutes)
+        code = -1
+        try:
+            asyncio.run(chaos.run(progress))
+        finally:
+            code = chaos.close()
+        record(recorder, chaos, code)
+
+
+def _requests(recorder: Recorder, minutes: float, progress: Callable[[int, int, str], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         chains = Chains(Path(folder) / "models")
         server = ChaosServer(Path(folder) / "models", Path(folder) / "log")
@@ -87,7 +119,6 @@ def run(minutes: float = 10.0, progress: Callable[[int, int, str], None] = lambd
         finally:
             code = server.end()
         _record(recorder, found, code, server)
-    return recorder.record
 
 
 async def _chaos(server: ChaosServer, chains: Chains, seconds: float, progress: Callable[[int, int, str], None]) -> Actors:

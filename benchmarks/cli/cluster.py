@@ -51,6 +51,26 @@ def exchange(
     measure(json, quiet, lambda progress: bench.run(plan, kept, peer_python, progress))
 
 
+@app.command(epilog="Example:  python -m benchmarks plan-runs --runs 40 --json plan_runs.json")
+def plan_runs(
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Number of random cases.")] = 40,
+    first: Annotated[int, typer.Option("--first", min=0, help="Number of the first case.")] = 0,
+    peer_python: PeerPython = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Compare predictions of plans with runs of random tables over shaped links, and with TorchRec's planner. Needs root.
+
+    With --json, finished runs are kept beside FILE: after Ctrl-C the same command continues.
+    """
+    from benchmarks.plan_runs import benchmark as bench
+    from benchmarks.runner import paired
+
+    kept = paired.runs_file(json)
+    measure(json, quiet, lambda progress: bench.run(runs, first, kept, peer_python, progress))
+
+
 @app.command(epilog="Example:  python -m benchmarks checkpoint --json checkpoint.json")
 def checkpoint(
     rows: Annotated[int, typer.Option("--rows", min=1000, help="Rows of all tables together (64 columns, int8).")] = 8_000_000,

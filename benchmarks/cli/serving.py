@@ -47,7 +47,10 @@ def serve(
 
 @app.command(epilog="Example:  python -m benchmarks chaos --minutes 10 --json chaos.json")
 def chaos(
-    minutes: Annotated[float, typer.Option("--minutes", min=0.05, help="Duration; results are judged from 10 minutes.")] = 10.0,
+    minutes: Annotated[
+        float, typer.Option("--minutes", min=0.05, help="Duration of each part; results are judged from 10 minutes.")
+    ] = 10.0,
+    filter: Annotated[str | None, typer.Option("--filter", help="One part: requests or publishes.")] = None,
     json: Json = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -55,7 +58,7 @@ def chaos(
     """Load a server while shards are killed, versions change, and bursts and malformed requests arrive; check every answer."""
     from benchmarks.chaos import benchmark as bench
 
-    measure(json, quiet, lambda progress: bench.run(minutes, progress))
+    measure(json, quiet, lambda progress: bench.run(minutes, filter, progress))
 
 
 @app.command(epilog="Example:  python -m benchmarks freshness --json freshness.json")

@@ -85,6 +85,10 @@ class Net(NamedTuple):
                 _tc(where, "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{bits}bit", "burst", str(burst),
                     "limit", str(_QUEUE))  # fmt: skip
 
+    def set_link(self, node: int, up: bool) -> None:
+        """Cut a node off, or let it back. Afterwards TCP has its usual timeouts there."""
+        _ip("-n", self._name(node), "link", "set", "eth0", "up" if up else "down")
+
     def _name(self, node: int | str) -> str:
         return f"{_PREFIX}-{self.owner}-{node}"
 

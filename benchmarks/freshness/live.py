@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,18 @@ RATE, DIM, STEPS = 100_000, 64, 20  # changed rows and steps a second
 
 
 class LiveServer:
-    """A server's process, and its addresses."""
+    """A server's process, and its addresses. `ports`: those of another that has ended."""
 
-    def __init__(self, folder: Path, secret: Path, shards: int = 4) -> None:
+    def __init__(
+        self, folder: Path, secret: Path, shards: int = 4, host: str = "127.0.0.1", ports: Mapping[str, int] | None = None
+    ) -> None:
         ready = folder.parent / "ready.json"
+        ready.unlink(missing_ok=True)
         start = "import sys; sys.argv[0] = 'thermocline'; from thermocline.cli import main; main()"
-        options = ["--shards", str(shards), "--http-port", "0", "--grpc-port", "0", "--publish-port", "0"]
-        files = ["--secret-file", str(secret), "--json", str(ready)]
-        command = [sys.executable, "-c", start, "serve", "run", str(folder), *options, *files]
+        options = ["--shards", str(shards), "--host", host, "--secret-file", str(secret), "--json", str(ready)]
+        for name in ("http", "grpc", "publish"):
+            options += [f"--{name}-port", str((ports or {}).get(name, 0))]
+        command = [sys.executable, "-c", start, "serve", "run", str(folder), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while True:
             with suppress(OSError, ValueError):
@@ -42,7 +46,8 @@ class LiveServer:
             if self.process.poll() is not None:
                 raise BadInput(f"the server ended with code {self.process.returncode}")
             time.sleep(0.05)
-        self.grpc, self.publish = (f"127.0.0.1:{found[f'{name}_port']}" for name in ("grpc", "publish"))
+        self.ports = {name: int(found[f"{name}_port"]) for name in ("http", "grpc", "publish")}
+        self.grpc, self.publish = (f"127.0.0.1:{self.ports[name]}" for name in ("grpc", "publish"))
 
     def private_bytes(self) -> int:
         """Memory of the front end beside the rows: anonymous pages, and segments of changed rows that it still maps."""
@@ -50,9 +55,9 @@ class LiveServer:
         fields = dict(line.split(":", 1) for line in text.splitlines()[1:])
         return sum(1024 * int(fields[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
 
-    def end(self) -> None:
+    def end(self) -> int:
         self.process.terminate()
-        self.process.wait(60)
+        return self.process.wait(60)
 
 
 class LiveTrainer:
@@ -119,7 +124,7 @@ def ask(server: LiveServer, seconds: float, rows: int) -> dict[str, Any]:
     """The latencies of clients in a process of their own."""
     job = {
         "address": server.grpc, "pid": server.process.pid, "clients": 2, "seconds": seconds, "ids": 64, "rows": rows,
-        "feature": "table",
+        "features": ["table"],
     }  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.serve.load_client"]
     done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=True)

@@ -123,12 +123,15 @@ def reload_plain(rank: int, size: int, plan: Any, heat: Any, loaded: str, saved:
 
 
 def train_with_fsdp(rank: int, size: int, plan: Any, heat: Any, ranks: int) -> Any:
-    """The dense part in FSDP2, and the whole model without the placeholders; all rows, and the dense part."""
+    """The dense part in FSDP2, and the whole model without the placeholders; all rows, and the dense part. On several nodes FSDP2
+    has the mesh of nodes x ranks: shards within a node, replicas between nodes."""
     model = nn.Sequential(PlainModel(optimizer=tc.SGD(lr=0.125), precision="fp32"), nn.Linear(26, 4))
     if plan is not None:
-        tc.shard_(model[0], plan, heat)
-        fully_shard(model[1])
-        fully_shard(model, ignored_params={each for name, each in model.named_parameters() if name.endswith("placeholder")})
+        sharding = tc.shard_(model[0], plan, heat)
+        mesh = sharding.mesh if plan.topology.nodes > 1 else None
+        fully_shard(model[1], mesh=mesh)
+        ignored = {each for name, each in model.named_parameters() if name.endswith("placeholder")}
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
     adam = torch.optim.SGD(model[1].parameters(), lr=0.1)
     for step in range(4):
         parts = parts_of(step, [4] * ranks)

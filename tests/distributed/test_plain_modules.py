@@ -123,10 +123,14 @@ def test_checkpoints_move_plain_modules_between_ranks_and_one_process(on_ranks, 
         assert all(np.array_equal(state_of(model)[name], rows[name]) for name in ROWS)
 
 
-def test_fsdp_around_the_dense_part_trains_as_one_process(on_ranks):
-    plan, heat = plain_plan(1, 2, TIERS, "fp32")
-    rows, weight = train_with_fsdp(0, 1, None, None, 2)
-    for theirs, own in on_ranks("plain_ranks.train_with_fsdp", 2, plan, heat, 2):
+ONCE_A_NODE = {name: (0, rows) for name, (rows, _) in ROWS.items()}  # every node has all rows, split over its ranks
+
+
+@pytest.mark.parametrize("nodes, tiers", [(1, TIERS), (2, TIERS), (2, ONCE_A_NODE)])
+def test_fsdp_around_the_dense_part_trains_as_one_process(on_ranks, nodes, tiers):
+    plan, heat = plain_plan(nodes, 2, tiers, "fp32")
+    rows, weight = train_with_fsdp(0, 1, None, None, 2 * nodes)
+    for theirs, own in on_ranks("plain_ranks.train_with_fsdp", 2 * nodes, plan, heat, 2 * nodes):
         assert np.allclose(own, weight, atol=1e-6)
         assert all(np.allclose(theirs[name], rows[name], atol=1e-6) for name in ROWS)
 

@@ -239,7 +239,7 @@ def test_bad_logs_are_refused_with_the_way_out(tmp_path):
         ("zero.parquet", b"", {"size": 0}),
         ("text.parquet", b"not Parquet at all", {"expected": "parquet"}),
         ("cut.csv.gz", gzip.compress(b"user,item\n" + b"1,2\n" * 99)[:30], {}),
-        ("float.csv", b"user,item\n1.5,2\n", {"expected": "csv"}),
+        ("float.csv", b"user,item\n1.5,2\n", {"column": "user", "value": "double"}),
         ("short.tsv", b"1\t2\t3\n", {"expected": "tsv"}),
         (
             "hex.tsv",

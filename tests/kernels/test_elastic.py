@@ -10,8 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from thermocline.kernels.elastic import cpu, reference
-from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, KeyArrays, KeyRules
+from thermocline import formats as F
+from thermocline.kernels.elastic import cpu, gpu, reference
+from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, KeyArrays, KeyRules, TableRows
 from thermocline.kernels.ids.reference import hash_ids
 
 pytestmark = pytest.mark.usefixtures("poisoned_scratch")
@@ -114,10 +115,46 @@ def test_a_table_takes_at_most_16_bytes_a_row():
     assert sum(t.numel() * t.element_size() for t in _empty(rules)) <= BYTES_PER_ROW * rules.rows
 
 
-def test_first_values_are_those_of_the_reference():
-    ids_K = torch.tensor([0, -1, 1 << 40, 7])
-    values_KD = cpu.first_values(ids_K, 5, 33, 0.1)
-    assert torch.equal(values_KD, reference.first_values(ids_K, 5, 33, 0.1)) and float(values_KD.abs().max()) <= 0.1
+PRECISIONS = ("fp32", "fp16", "int8", "int8_affine", "int4", "int2", "fp8")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("optimizer", [F.SGD, F.ROWWISE_ADAGRAD, F.ADAM])
+def test_rows_begin_with_the_bits_of_the_reference(
+    precision: str, optimizer: int, make_arena: Any, make_training: Any, on: Any
+):
+    made = _training(make_arena, make_training, precision, optimizer)
+    wanted, *others = (made.to("cpu"), made.to("cpu"), on(made))
+    ids_K, rows_K = torch.tensor([0, -1, 1 << 40, 7]), torch.tensor([36, 2, 0, 19])
+    for kernels, training in ((reference, wanted), *zip((cpu, gpu), others, strict=True)):
+        device = training.codes.device
+        kernels.begin_rows(_table(training, optimizer), ids_K.to(device), rows_K.to(device), 5, 0.1)
+    assert all(torch.equal(*pair) for each in others for pair in zip(wanted.changed(), each.changed(), strict=True))
+    assert not all(torch.equal(*pair) for pair in zip(wanted.changed(), made.changed(), strict=True))
+
+
+def _training(make_arena: Any, make_training: Any, precision: str, optimizer: int) -> Any:
+    """Two tables of which the second has rows in fp32 slots and, at 4 bits and less, in int8 slots."""
+    small = precision in ("int4", "int2")
+    slots = {"slots": [0, 8], "near": [0, 8 if small else 0]} if F.META_WORDS[F.NAMES.index(precision)] else {}
+    arena = make_arena([(9, 16, "fp32"), (37, 33, precision)], **slots)
+    if slots:
+        arena.warm([torch.ones(9), torch.arange(37.0)])
+    return make_training(arena, optimizer)
+
+
+def _table(training: Any, optimizer: int) -> TableRows:
+    _, field = training.layout.tables.distinct
+    codes, meta, row, element, rows, dim, format, _ = field
+    width, words = F.row_bytes(format, dim), F.META_WORDS[format]
+    codes_RB = training.codes[codes : codes + rows * width].view(rows, width)
+    states = [
+        each[row : row + rows] if optimizer == F.ROWWISE_ADAGRAD else each[element : element + rows * dim].view(rows, dim)
+        for each in training.states
+    ]
+    pool = next(iter(enumerate(training.layout.tables.pools)), None)
+    meta_RW = training.meta[meta : meta + rows * words].view(rows, words)
+    return TableRows(codes_RB, meta_RW, format, dim, row, training.cache, pool, states)
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu])

@@ -15,7 +15,6 @@ import thermocline as tc
 from support import has
 from thermocline import BadInput, IdMap, RowConfig, Table
 from thermocline.kernels.layout import Cache
-from thermocline.nn.id_maps import refuse_device
 
 EXACT = RowConfig("fp32", optimizer=tc.SGD(lr=0.5))
 
@@ -284,8 +283,8 @@ def test_features_with_different_rules_in_one_table_are_refused_by_name():
 
 
 def test_what_elastic_ids_cannot_do_yet_is_refused():
-    with pytest.raises(BadInput, check=has(parameter="ids", device=torch.device("cuda"))):
-        refuse_device(torch.device("cuda"))
+    with pytest.raises(BadInput, check=has(parameter="ids", device=torch.device("mps"))):
+        _bag().maps.check_device(torch.device("mps"))
     with pytest.raises(BadInput, check=has(parameter="feature")):
         tc.EmbeddingBag(5, 4).elastic()
     with pytest.raises(BadInput, check=has(parameter="ids")):

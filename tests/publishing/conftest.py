@@ -44,7 +44,11 @@ class Server:
 
     def __init__(self, folder: Path, secret: bytes, port: int = 0, shards: int = 2) -> None:
         self.group, self.publishes = (group := ShardGroup(folder, shards)), group.publishes
-        self._listener = PublishListener(lambda name: self.publishes, "127.0.0.1", port, secret, None)
+        self.port = port
+        self.listen_again(secret)
+
+    def listen_again(self, secret: bytes) -> None:
+        self._listener = PublishListener(lambda name: self.publishes, "127.0.0.1", self.port, secret, None)
         self.port = self._listener.port
 
     @property

@@ -18,6 +18,7 @@ from thermocline.checkpoint.publishes.log import PublishLog
 from thermocline.checkpoint.publishes.part import PublishPart, not_finite
 from thermocline.checkpoint.publishes.row_delta import RowDelta
 from thermocline.errors import BadPublish
+from thermocline.ids.elastic import MovedIds
 from thermocline.kernels import quantize_rows
 from thermocline.serve.remote.session import AuthenticationFailed, accept, connect
 
@@ -103,13 +104,16 @@ def test_parts_survive_encoding_and_changed_bytes_are_refused():
     draw = random.Random(3)
     delta = RowDelta(np.array([2, 5, 9]), np.arange(21, dtype=np.uint8).reshape(3, 7), np.ones((3, 1), np.int32))
     dense = {"top": torch.arange(5.0), "small": torch.tensor([1.5], dtype=torch.bfloat16), "none": torch.zeros(0, 3)}
-    part = PublishPart(7, 12, 11, "model", {"a": delta}, dense, 1, 3, 5.5, 40, ((2.0, 0.25),))
+    moved = MovedIds(torch.tensor([2, 9]), torch.tensor([-7, 1 << 60]), torch.tensor([True, False]))
+    part = PublishPart(7, 12, 11, "model", {"a": delta}, dense, {"a": moved}, 1, 3, 5.5, 40, ((2.0, 0.25),))
     data = b"".join(bytes(piece) for piece in part.encode())
     again = PublishPart.decode(data)
     for name in ("rows_K", "codes_KB", "meta_KW"):
         assert np.array_equal(getattr(again.deltas["a"], name), getattr(delta, name))
     assert all(torch.equal(again.dense[name], tensor) for name, tensor in dense.items())
-    assert dataclasses.replace(again, deltas={}, dense={}) == dataclasses.replace(part, deltas={}, dense={})
+    assert all(map(torch.equal, again.ids["a"], moved))
+    others = {"deltas": {}, "dense": {}, "ids": {}}
+    assert dataclasses.replace(again, **others) == dataclasses.replace(part, **others)
     for _ in range(300):
         spoiled = bytearray(data[: draw.randrange(len(data))] if draw.random() < 0.3 else data)
         for _ in range(draw.choice((0, 1, 3))):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from thermocline.publishing.selection import RowAges, SendBudget, choose, waiting_ages
+from thermocline.rows.change_bitmap import UpdateCounts
 from thermocline.serve.publishing.staleness import PublishAge
 
 
@@ -21,7 +23,7 @@ class Clock:
 @given(st.integers(0, 70), st.integers(0, 2000), st.integers(0, 2**32 - 1))
 def test_a_choice_fits_the_bytes_and_prefers_hot_rows(rows, available, seed):
     draw = np.random.default_rng(seed)
-    bytes_K, counts_K = draw.integers(1, 90, rows), draw.integers(1, 256, rows).astype(np.uint8)
+    bytes_K, counts_K = draw.integers(1, 90, rows), draw.integers(1, 255, rows).astype(np.uint8)
     age_K = draw.random(rows) * 50
     chosen_K = choose(bytes_K, counts_K, age_K, available)
     assert bytes_K[chosen_K].sum() <= available or (chosen_K.all() and bytes_K.sum() <= available)
@@ -32,6 +34,22 @@ def test_a_choice_fits_the_bytes_and_prefers_hot_rows(rows, available, seed):
     waiting = waiting_ages(counts_K, age_K, chosen_K)
     assert len(waiting) <= 16 and sum(share for _, share in waiting) <= 1 + 1e-9
     assert bool(waiting) == (not chosen_K.all())
+
+
+def test_rows_of_other_ids_are_sent_whatever_the_bytes():
+    counts_K = np.array([3, UpdateCounts.FIRST, 254, UpdateCounts.FIRST, 1], np.uint8)
+    for available, expected in ((-5.0, [1, 3]), (20.0, [1, 3]), (34.0, [1, 2, 3])):
+        chosen_K = choose(np.full(5, 10), counts_K, np.zeros(5), available)
+        assert chosen_K.nonzero()[0].tolist() == expected
+
+
+def test_counts_stop_below_the_mark_of_rows_that_go_first():
+    counts, rows = UpdateCounts(9, torch.device("cpu")), torch.tensor([1, 4, 4])
+    counts.publish_first(torch.tensor([7]))
+    for _ in range(300):
+        counts.mark(torch.cat([rows, torch.tensor([7])]))
+    assert counts.counts_R[:9].tolist() == [0, 254, 0, 0, 254, 0, 0, 255, 0]
+    assert counts.changed().tolist() == [1, 4, 7]
 
 
 def test_every_row_is_sent_within_the_stated_bound():

@@ -97,7 +97,7 @@ def test_run_resumes_without_its_plan(histories, tmp_path):
 def test_batches_are_prefetched_unless_the_planned_step_overlaps_nothing(overlaps, coming):
     told: list[str] = []
     plan = None if overlaps is None else SimpleNamespace(step=SimpleNamespace(overlaps=overlaps))
-    prefetched = lambda batches, ids: prefetch_loop(batches, ids, lambda group: told.extend(group[0]), 1)  # noqa: E731
+    prefetched = lambda batches, ids, at_once: prefetch_loop(batches, ids, lambda group: told.extend(group[0]), 1)  # noqa: E731
     network = SimpleNamespace(embeddings=SimpleNamespace(prefetched=prefetched))
     loop = SimpleNamespace(network=network, ranks=TrainingRanks(plan=plan), batches=lambda: iter("abc"), lookup_ids=str.upper)
     assert list(TrainLoop._prefetched(loop)) == ["a", "b", "c"] and told == coming

@@ -50,7 +50,7 @@ def restore_module(checkpoint: Checkpoint, entry: ModuleEntry, found: NamedModul
     tables = {table.own_name: table for table in checkpoint.manifest.tables if table.module == entry.name}
     saved = {index: tables[own.own_name] for index, own in enumerate(found.tables) if own.own_name in tables}
     same_layout = bool(entry.layout) and entry.layout == layout_of(module) and len(saved) == len(found.tables)
-    module.arena.changes = None  # the next incremental save is full
+    module.arena.replaced()
     with torch.no_grad():
         module.arena.unstage()
         if not same_layout:
@@ -78,6 +78,7 @@ def _restore_ids(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule,
     maps = module.maps
     if not isinstance(maps, ElasticMaps):
         return {}
+    maps.replaced()
     places = saved_places(checkpoint, entry.name)
     remap: Remap = {}
     for (index, first), keys in zip(maps.places, maps.keys, strict=True):

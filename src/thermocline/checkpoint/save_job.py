@@ -200,7 +200,7 @@ class SaveJob:
         self._published = None if published is None else published.number
         if published is None:
             return {}
-        return {PUBLISH_STATE: torch.tensor([published.run, published.number, token_number(self.token)])}
+        return {PUBLISH_STATE: torch.tensor([published.run, published.number, token_number(self.token)], dtype=torch.int64)}
 
     def _base(self) -> str | None:
         """Token of the save from which all modules of this rank count changes."""

@@ -57,6 +57,7 @@ PublishPort = Annotated[
     int | None,
     typer.Option("--publish-port", min=0, max=65_535, help="Port for trainers that publish rows (0 picks a free port)."),
 ]
+Fronts = Annotated[int, typer.Option("--fronts", min=1, help="Number of processes that answer clients; they share the rows.")]
 Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Maximum queue delay of a batch, in milliseconds.")]
 Queue = Annotated[int, typer.Option("--queue", min=1, help="Maximum number of queued requests; more are refused.")]
 MaxIds = Annotated[int, typer.Option("--max-ids", min=1, help="Maximum number of ids in one request.")]
@@ -115,6 +116,7 @@ def run(
     grpc_port: GrpcPort = 8001,
     follow: Follow = 0.0,
     publish_port: PublishPort = None,
+    fronts: Fronts = 1,
     wait: Wait = 0.0,
     queue: Queue = 1024,
     max_ids: MaxIds = 1 << 18,
@@ -156,16 +158,9 @@ def run(
         in_flight=max_in_flight << 20,
     )  # fmt: skip
     server_config = ServerConfig(
-        host,
-        http_port,
-        grpc_port,
-        credentials,
-        limits,
-        follow,
-        model_control == "explicit",
-        publish_port,
-        tuple(allow_host or ()),
-    )
+        host, http_port, grpc_port, credentials, limits,
+        follow, model_control == "explicit", publish_port, fronts, tuple(allow_host or ())
+    )  # fmt: skip
     _exit(_serve(folder, config, server_config, json, quiet))
 
 

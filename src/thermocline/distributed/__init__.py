@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from .simulation.log import SimulationLog
     from .simulation.result import Simulation
     from .simulation.simulator import simulate
+    from .torchrec import shard_torchrec_
 
 __all__ = [
     "ReplanProposal", "ShardedCollection", "Sharding", "Simulation", "SimulationLog", "calibrate", "id_maps", "replan",
-    "shard_", "simulate",
+    "shard_", "shard_torchrec_", "simulate",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -42,6 +42,7 @@ _MOST = {"cpu": 64 << 20, "cuda": 1 << 30}  # bytes that a rank sends in one exc
 _COPY = {"cpu": 256 << 20, "cuda": 2 << 30}
 _COPIES = 10
 _SHARED = 1.15  # times the bandwidth with all ranks busy, from which on ranks are taken to share a link
+_OTHER = 1.25  # times the memory or bandwidth of the usual GPU, from which on a GPU is another
 _TIMEOUT = datetime.timedelta(seconds=100)  # calibration takes less than two minutes, or fails
 
 
@@ -104,19 +105,32 @@ def _topology(ranks: CalibrationRanks, everyone: list[dict[str, Any]]) -> Topolo
     processes = f"{ranks.size} processes over {dist.get_backend()}" if dist.is_initialized() else "one process"
     per_node = len(ranks.nodes[0]) if dist.is_initialized() else max(1, torch.cuda.device_count())
     kind = torch.cuda.get_device_name(ranks.device) if cuda else platform.processor() or platform.machine()
+    gpus = [_slowest_of([everyone[rank]["card"] for rank in node]) for node in ranks.nodes]
+    like = statistics.median_low(gpu.memory for gpu in gpus)
+    usual = _slowest_of([(g.memory, g.bandwidth) for g in gpus if not _differs(g, GpuSpec(memory=like, bandwidth=g.bandwidth))])
     return Topology(
         name=f"{len(ranks.nodes)} x {per_node} {kind}",
         source=f"measured by thermocline calibrate {__version__}, {processes}",
         date=datetime.date.today().isoformat(),
         nodes=len(ranks.nodes),
         gpus_per_node=per_node,
-        gpu=GpuSpec(
-            memory=min(one["card"][0] for one in everyone), bandwidth=statistics.median(one["card"][1] for one in everyone)
-        ),
+        gpu=usual,
+        other_gpus={node: gpu for node, gpu in enumerate(gpus) if _differs(gpu, usual)},
         host=HostSpec(memory=(free_bytes(torch.device("cpu")) or 0) if cuda else 0),
         links=Links(node=node, cluster=link("cluster"), host=link("host")),
         backend="nccl" if cuda else "gloo",
     )
+
+
+def _slowest_of(cards: Sequence[tuple[int, float]]) -> GpuSpec:
+    """The least memory of some GPUs, and their median bandwidth."""
+    memory, bandwidth = zip(*cards, strict=True)
+    return GpuSpec(memory=min(memory), bandwidth=statistics.median(bandwidth))
+
+
+def _differs(gpu: GpuSpec, usual: GpuSpec) -> bool:
+    """Whether a GPU is another than usual: what else runs on it, and the clock of the moment, change both numbers a little."""
+    return not (1 / _OTHER < gpu.memory / usual.memory < _OTHER and 1 / _OTHER < gpu.bandwidth / usual.bandwidth < _OTHER)
 
 
 # -- measurements -----------------------------------------------------------------------------------------------------------

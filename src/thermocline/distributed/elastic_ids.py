@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thermocline.ids.elastic import STEPS, ElasticRows, KeyTable, Moved
+from thermocline.ids.elastic import ElasticRows, KeyTable, Moved, refuse_elastic
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap, SaltedHash
 from thermocline.ids.keyed_map import KeyedMap
-from thermocline.kernels.elastic.fields import BUCKET
-from thermocline.kernels.elastic.reference import bucket_of, first_values
+from thermocline.kernels.elastic.fields import BUCKET, STEPS
+from thermocline.kernels.elastic.reference import bucket_of
 from thermocline.kernels.ids.reference import hash_ids
-from thermocline.nn.id_maps import ElasticIds, ElasticMaps, FeatureMaps, keyed_maps
+from thermocline.nn.id_maps import ElasticIds, ElasticMaps, FeatureMaps, begin_rows, keyed_maps
 from thermocline.nn.inputs import check_integers
 
 from .exchange import context as shared
@@ -122,6 +122,10 @@ class RankMaps(ElasticMaps):
     ) -> None:  # fmt: skip
         self.groups = groups
         super().__init__(features, maps, tables, device)
+
+    def check_device(self, device: torch.device) -> None:
+        if device.type not in ("cpu", "meta"):
+            refuse_elastic(f"on {device.type} with several ranks", "train on device='cpu', or on one GPU", device=device)
 
     def _new_keys(self, policy: ElasticRows, device: torch.device) -> KeyTable:
         return RankKeys(policy, SaltedHash(1, policy.salt).key, self.groups.rank, self.groups.size)
@@ -221,7 +225,7 @@ class RankMaps(ElasticMaps):
             rows.append(rows_M.split(counts_PT[:, t].tolist()))
             heads.append([change.came_K.numel(), change.went_E.numel(), keys.uncounted])
             moved.append(change)
-        head = torch.tensor(heads).view(-1)
+        head = torch.tensor(heads, dtype=torch.int64).view(-1)
         answers = [torch.cat([head, *(each[p] for each in rows)]) for p in range(len(asked))]
         return torch.cat(answers).int(), moved, counts_PT
 
@@ -251,25 +255,19 @@ class RankMaps(ElasticMaps):
 
     @torch.no_grad()
     def _begin_rows(self, module: ShardedCollection, n: int, moved: Moved) -> None:
-        """Take the rows of ids that went out of the cache, and begin those of ids that came, where this rank stores them."""
+        """Report ids that went, and begin the rows of ids that came, where this rank stores them."""
         (table, first), keys, index, shard = self.places[n], self.keys[n], module.row_index, module.shard
         base = index.first[table] + first
         if keys.on_evict is not None and moved.went_E.numel():
             where = index.locate(moved.left_E + base)
             home_K = (where.home_N == self.groups.rank).nonzero()[:, 0]
-            values_KD = torch.empty(home_K.numel(), module.tables[table].dim)
+            values_KD = torch.empty(home_K.numel(), module.tables[table].dim, dtype=torch.float32)
             for k, at_K, index_K in shard.local(where.at(home_K)):
                 values_KD[at_K] = shard.arena.read(k, index_K)
             if home_K.numel():
                 keys.on_evict(moved.went_E[home_K], values_KD)
-        for k, _, index_K in shard.local(index.locate(base + torch.cat([moved.rows_K, moved.left_E]).unique())):
-            shard.arena.release(k, index_K)
-        dim = module.tables[table].dim
-        values_KD = first_values(moved.came_K, keys.rules.key, dim, keys.policy.bound)
         for k, at_K, index_K in shard.local(index.locate(base + moved.rows_K)):
-            shard.arena.write(k, index_K, values_KD[at_K])
-            for state in shard.states(k):
-                state[index_K] = 0.0
+            begin_rows(shard.arena, k, shard.states(k), keys, moved.came_K[at_K], index_K)
 
     # -- other uses ---------------------------------------------------------------------------------------------------------
 

@@ -195,7 +195,7 @@ def load_pieces(module: ShardedCollection, given: Mapping[str, Any], needed: Seq
             return f"rank {rank}: {error}"
     head = everyone[0][1]  # rank 0 has the first piece of the first rank that saved
     same = head["layout"] == layout_text(module)
-    module.arena.changes = None  # the next incremental save is full
+    module.arena.replaced()
     with torch.no_grad():
         module.arena.unstage()
         if not same:
@@ -273,7 +273,7 @@ def _to_owners(module: ShardedCollection, fields: Sequence[Tensor], first: int) 
     rank_S, at_S = module.row_index.stored_by(ranks_C, module.row_index.locate(rows_N + first)).nonzero(as_tuple=True)
     sent = torch.bincount(rank_S, minlength=groups.size).tolist()
     ones = [1] * groups.size
-    received = groups.world.all_to_all(torch.tensor(sent, device=rows_N.device), ones, ones).tolist()
+    received = groups.world.all_to_all(torch.tensor(sent, dtype=torch.int64, device=rows_N.device), ones, ones).tolist()
     widths = [each.element_size() * math.prod(each.shape[1:]) for each in fields]
     bytes_ = [each[at_S].view(torch.uint8).view(len(at_S), width) for each, width in zip(fields, widths, strict=True)]
     records = groups.world.all_to_all(torch.cat(bytes_, dim=1), sent, received)

@@ -9,7 +9,6 @@ lists of these    the ids of a bag
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +18,9 @@ from numpy.typing import NDArray
 from thermocline.errors import FormatError
 
 from .profile import Ints
+from .text_ids import id_of_text
 
 _LARGEST_FLOAT = 1 << 53  # whole numbers beyond are not exact
-
-
-def id_of_text(text: str) -> int:
-    """The id of a text: BLAKE2b of its UTF-8 bytes with a digest of 8 bytes, as a little-endian signed integer."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class LogIds(NamedTuple):

@@ -8,8 +8,10 @@ changes only in training steps; everything about it is in tensors, so that state
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,24 +19,45 @@ import torch
 from torch import Tensor
 
 from thermocline.errors import BadInput
+from thermocline.kernels.cpu.huge_pages import huge_page_zeros
 from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.elastic import fields as K
-from thermocline.kernels.elastic.fields import KeyArrays, KeyRules
-from thermocline.kernels.elastic.reference import as_bytes, bucket_of, placing_order, score
-from thermocline.kernels.ids.reference import hash_ids, signed
+from thermocline.kernels.elastic.fields import (
+    ADMITTED,
+    BARRIER,
+    DROPPED,
+    EVAL_LOOKUPS,
+    EVAL_SHARED,
+    EVICTED,
+    EXPIRED,
+    FIND,
+    LOOKUPS,
+    PROTECTED_STEP,
+    REFUSED,
+    SHARED,
+    STEP,
+    STEPS,
+    WAITING,
+    WINDOW,
+    GpuBatch,
+    GpuMoves,
+    KeyArrays,
+    KeyRules,
+    TableRows,
+)
+from thermocline.kernels.elastic.reference import as_bytes, bucket_of, first_values, placing_order, score
+from thermocline.kernels.ids.reference import hash_ids, reduce_to, signed
 
 EVICTIONS = ("lfu", "lru")
+_MOVES = 256  # records of moved rows that are merged into one
 _SWEEPS = 8  # in a time to live: expired rows leave at the next
 _MOST_STEPS = 1 << 30
+_REBASE = 1 << 20  # steps on a GPU between two looks at their number
 _SHARED_KEY = 0x5EED_54A4ED  # of the first values of shared rows
 _COUNTS = (
     "admitted", "evicted", "expired", "refused", "dropped", "lookups", "shared_lookups", "eval_lookups", "shared_eval_lookups",
     "waiting", "steps",
 )  # fmt: skip
-(
-    ADMITTED, EVICTED, EXPIRED, REFUSED, DROPPED, LOOKUPS, SHARED, EVAL_LOOKUPS, EVAL_SHARED, WAITING, STEPS,
-    BARRIER, WINDOW,
-) = range(13)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,6 +118,29 @@ class Moved(NamedTuple):
     went_E: Tensor
     left_E: Tensor  # rows of the ids that went
 
+    def plus(self, moves: GpuMoves) -> Moved:
+        """These, and those of a step on a GPU. Waits for it."""
+        count = int(moves.numbers[0])
+        order_K = moves.rows_C[:count].argsort()
+        came_K, rows_K, before_K, left_K = (each[:count][order_K] for each in moves[:4])
+        gone_K = left_K != 0
+        return Moved(came_K, rows_K, torch.cat([self.went_E, before_K[gone_K]]), torch.cat([self.left_E, rows_K[gone_K]]))
+
+
+class MovedIds(NamedTuple):
+    """Rows that got another id, or lost theirs."""
+
+    rows_K: Tensor  # ascending
+    ids_K: Tensor
+    used_K: Tensor  # whether the row has an id now
+
+    def merged(self, later: MovedIds) -> MovedIds:
+        """Both, one after the other: the last id of a row wins."""
+        rows_K, ids_K, used_K = (torch.cat(each) for each in zip(self, later, strict=True))
+        order_K = rows_K.argsort(stable=True)
+        last_K = order_K[torch.cat([rows_K[order_K].diff() != 0, torch.ones(min(1, len(order_K)), dtype=torch.bool)])]
+        return MovedIds(rows_K[last_K], ids_K[last_K], used_K[last_K])
+
 
 _NONE = Moved(*(torch.zeros(0, dtype=torch.int64) for _ in range(4)))
 
@@ -112,11 +158,13 @@ class KeyTable:
         rules = (policy.own, policy.shared, signed(key), policy.half_life, policy.evict == "lru")
         self.rules = KeyRules(*rules, first=K.BUCKET * self.buckets.start)
         self.on_evict: Evicted | None = None
+        self.moved: list[Tensor] | None = None  # rows whose id changed since they were published
+        self._steps = 0  # of this process, on a GPU
         words, rows = K.BUCKET // 4, max(0, min(policy.own, K.BUCKET * self.buckets.stop) - self.rules.first)
-        self.keys = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.last = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.tags, self.heat = (torch.zeros(words * len(self.buckets), dtype=torch.int32, device=device) for _ in range(2))
-        self.sketch = torch.zeros(K.DEPTH * K.CELLS // 4 * len(self.buckets), dtype=torch.int32, device=device)
+        zeros = huge_page_zeros if torch.device(device).type == "cpu" else partial(torch.zeros, device=device)
+        self.keys, self.last = zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.int32)
+        self.tags, self.heat = (zeros(words * len(self.buckets), dtype=torch.int32) for _ in range(2))
+        self.sketch = zeros(K.DEPTH * K.CELLS // 4 * len(self.buckets), dtype=torch.int32)
         self.counts = torch.zeros(WINDOW + 1, dtype=torch.int64, device=device)
 
     @property
@@ -132,7 +180,7 @@ class KeyTable:
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"on_evict": None}  # it belongs to the process
+        return self.__dict__ | {"on_evict": None, "moved": None}  # they belong to the process
 
     @property
     def _kernels(self) -> Any:
@@ -148,10 +196,39 @@ class KeyTable:
         """The places in `keys` that belong to ids, ascending."""
         return (as_bytes(self.tags)[: self.keys.numel()] != 0).nonzero()[:, 0]
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether steps are those of a GPU: `look_up` in place of `step` and `read`."""
+        return self.keys.is_cuda
+
+    def look_up(self, batch: GpuBatch, kind: int) -> GpuMoves | None:
+        """Write the rows of ids into the batch; in steps the ids that came. Nothing waits for the GPU."""
+        if kind < STEP:
+            self._kernels.find_rows(self.arrays, self.rules, self.counts, batch, kind)
+            return None
+        self._steps += 1
+        if self._steps % _REBASE == 0:
+            self._rebase()
+        rule = (self.policy.admit_after, None if self.on_evict else self.policy.ttl, self._sweep)
+        moves: GpuMoves = self._kernels.step(self.arrays, self.rules, self.counts, batch, *rule, kind == PROTECTED_STEP)
+        return moves
+
+    def begin_moves(self, table: TableRows, moves: GpuMoves, first: int) -> None:
+        """Begin the rows of ids that came, without waiting for the GPU."""
+        self._kernels.begin_moves(table, moves, self.policy.bound, first)
+
     def find(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
         """(the row of each id, its own or a shared one; positions of ids that have none)."""
         rows_N, missed_M = self._kernels.find(self.arrays, self.rules, ids_N)
         return rows_N, missed_M
+
+    def rows_of(self, ids_N: Tensor) -> Tensor:
+        """The row of each id, its own or a shared one. Does not wait for a GPU."""
+        if not self.on_gpu:
+            return self.find(ids_N)[0]
+        one, rows_N = self.counts.new_zeros(2, dtype=torch.int32), torch.empty_like(ids_N)
+        self.look_up(GpuBatch(ids_N, one, one[:1], rows_N), FIND)
+        return rows_N
 
     def read(self, ids_N: Tensor, trains: bool) -> Tensor:
         """`find` outside of training steps; if gradients may follow, rows stay until no lookup waits for its backward."""
@@ -159,8 +236,12 @@ class KeyTable:
         counts[EVAL_LOOKUPS] += ids_N.numel()
         counts[EVAL_SHARED] += missed_M.numel()
         if trains:
-            counts[BARRIER] = 0
+            self.keep_rows()
         return rows_N
+
+    def keep_rows(self) -> None:
+        """Give no row away until a step finds that no lookup waits for its backward."""
+        self.counts[BARRIER] = 0
 
     def step(self, ids_N: Tensor, protect: bool) -> tuple[Tensor, Moved]:
         """Look up a batch in training: (the row of each id, the ids that came and went).
@@ -173,10 +254,11 @@ class KeyTable:
         step = int(counts[STEPS])
         if not protect:
             counts[BARRIER] = step
-        expired_E = self._expire(step)
+        expired_E = self._expire(step, int(counts[BARRIER]))
         rows_N, missed_M = self.find(ids_N)
         self._kernels.touch(self.arrays, self.rules, rows_N, step)
         moved = self._admit(ids_N[missed_M], expired_E) if missed_M.numel() + expired_E.numel() else _NONE
+        self.note_moved(moved.rows_K, moved.left_E)
         shared = missed_M.numel()
         if moved.came_K.numel():
             rows_N[missed_M], left_M = self.find(ids_N[missed_M])
@@ -210,8 +292,23 @@ class KeyTable:
         counts[WAITING] = ids_U.numel() - moved.came_K.numel()
         return moved
 
+    def _on_cpu(self) -> KeyTable:
+        host = copy.copy(self)
+        for name, tensor in self.tensors().items():
+            setattr(host, name, tensor.cpu())
+        return host
+
+    def _take(self, host: KeyTable) -> None:
+        for mine, other in zip(self.tensors().values(), host.tensors().values(), strict=True):
+            mine.copy_(other)
+
     def pin(self, ids: Tensor) -> Moved:
         """Give ids a row, if they have none, and keep it for good."""
+        if self.on_gpu:
+            host = self._on_cpu()
+            moved = host.pin(ids.cpu())
+            self._take(host)
+            return Moved(*(each.to(self.keys.device) for each in moved))
         counts, ids_U = self.counts.numpy(), ids.reshape(-1).long().unique()
         ids_C = ids_U[self.find(ids_U)[1]]
         before = [tensor.clone() for tensor in self.arrays]
@@ -226,6 +323,7 @@ class KeyTable:
         self.last[self.find(ids_U)[0] - self.rules.first] = K.PINNED
         counts[ADMITTED] += ids_C.numel()
         counts[EVICTED] += int(left_C.sum())
+        self.note_moved(rows_C)
         return Moved(ids_C, rows_C, before_C[left_C], rows_C[left_C])
 
     def unpin(self, ids: Tensor) -> None:
@@ -243,35 +341,82 @@ class KeyTable:
             cells = as_bytes(self.sketch)
             cells.copy_((cells.int() >> min(halvings, 8)).byte())
 
-    def _expire(self, step: int) -> Tensor:
+    @property
+    def _sweep(self) -> int:
+        """Steps after which expired rows are freed."""
+        return max(1, (self.policy.ttl or 0) // _SWEEPS)
+
+    def _expire(self, step: int, barrier: int) -> Tensor:
         """Free the rows that were not used for more than `ttl` steps, eight times in `ttl`; returns them."""
         ttl = self.policy.ttl
-        if ttl is None or step % max(1, ttl // _SWEEPS):
+        if ttl is None or step % self._sweep:
             return _NONE.left_E
-        old = (
-            (self.last != K.PINNED)
-            & (self.last < min(step - ttl, int(self.counts[BARRIER])))
-            & (as_bytes(self.tags)[: self.keys.numel()] != 0)
-        )
-        places_E = old.nonzero()[:, 0]
-        as_bytes(self.tags)[places_E] = 0
+        tags = as_bytes(self.tags)[: self.keys.numel()]
+        places_E = ((self.last != K.PINNED) & (self.last < min(step - ttl, barrier)) & (tags != 0)).nonzero()[:, 0]
+        tags[places_E] = 0
         return places_E + self.rules.first
+
+    def expire_next(self, protect: bool) -> Moved:
+        """Free expired rows before a step on a GPU whose evicted ids are reported. Waits for the GPU."""
+        step, barrier = (int(self.counts[field]) for field in (STEPS, BARRIER))
+        left_E = self._expire(step + 1, barrier if protect else step + 1).to(self.keys.device)
+        for field in (EVICTED, EXPIRED):
+            self.counts[field] += left_E.numel()
+        return Moved(self.keys[:0], self.keys[:0], self.keys[left_E], left_E)
 
     def _rebase(self) -> None:
         """Subtract whole half-lives from all steps before they pass 31 bits."""
-        counts, half_life = self.counts.numpy(), self.policy.half_life
-        if counts[STEPS] < _MOST_STEPS:
+        steps, half_life = int(self.counts[STEPS]), self.policy.half_life
+        if steps < _MOST_STEPS:
             return
-        base = int(counts[STEPS]) // 2 // half_life * half_life
+        base = steps // 2 // half_life * half_life
         self.last.copy_(torch.where(self.last == K.PINNED, self.last, (self.last - base).clamp(min=0)))
         for field in (STEPS, BARRIER):
-            counts[field] = max(0, int(counts[field]) - base)
+            self.counts[field] = max(0, int(self.counts[field]) - base)
+
+    def note_moved(self, *rows: Tensor) -> None:
+        """Record that these rows have other ids now, for the next publish."""
+        if self.moved is not None and any(each.numel() for each in rows):
+            self.moved += rows
+            if len(self.moved) > _MOVES:
+                self.moved = [torch.cat(self.moved).unique()]
+
+    def take_moved(self) -> MovedIds:
+        """The ids of the recorded rows, and forget that they were recorded."""
+        rows_K, self.moved = torch.cat([self.keys[:0], *(self.moved or ())]).unique(), []
+        return MovedIds(*(each.cpu() for each in self.read_rows(rows_K)))
+
+    def read_rows(self, rows_K: Tensor) -> MovedIds:
+        """The ids of rows."""
+        here_K = rows_K - self.rules.first
+        return MovedIds(rows_K, self.keys[here_K], as_bytes(self.tags)[here_K] != 0)
+
+    def put(self, moved: MovedIds) -> None:
+        """Give rows to ids as another table did, without counts."""
+        here_K, tags_K = moved.rows_K - self.rules.first, _tags(hash_ids(moved.ids_K, self.rules.key))
+        self.keys[here_K] = moved.ids_K
+        as_bytes(self.tags)[here_K] = torch.where(moved.used_K, tags_K, 0)
+
+    def fits(self, moved: MovedIds) -> bool:
+        """Whether rows are rows of ids, and each id lies in its bucket."""
+        bucket_K = bucket_of(hash_ids(moved.ids_K, self.rules.key), self.rules.rows)
+        right_K = ~moved.used_K | (bucket_K == moved.rows_K // K.BUCKET)
+        return bool((right_K & (moved.rows_K >= 0) & (moved.rows_K < self.rules.rows)).all())
+
+    def shared_rows(self, ids_N: Tensor) -> Tensor:
+        """The rows that ids without their own read."""
+        return self.rules.rows + reduce_to(hash_ids(ids_N, self.rules.key), self.rules.shared)
 
     def take_over(self, saved: KeyTable) -> Tensor:
         """Become a saved table of another size: the new row of each of its rows, shared ones included, or -1 if dropped.
 
         Where a bucket has fewer rows than ids, the coldest are dropped. Ids that wait for a row are counted anew.
         """
+        if self.on_gpu or saved.on_gpu:
+            host = self._on_cpu()
+            remap = host.take_over(saved._on_cpu())
+            self._take(host)
+            return remap
         own, rows_K = self.rules.rows, saved.occupied()
         ids_K, last_K = saved.keys[rows_K], saved.last[rows_K]
         hashes_K = hash_ids(ids_K, self.rules.key)
@@ -289,24 +434,25 @@ class KeyTable:
         for tensor in self.arrays:
             tensor.zero_()
         self.keys[place_K], self.last[place_K] = ids_K[kept_K], last_K[kept_K]
-        as_bytes(self.tags)[place_K] = (hashes_K[kept_K] & 255).clamp(min=1).byte()
+        as_bytes(self.tags)[place_K] = _tags(hashes_K[kept_K])
         as_bytes(self.heat)[place_K] = as_bytes(saved.heat)[rows_K[kept_K]]
         self.counts.copy_(saved.counts)
         self.counts[DROPPED] += rows_K.numel() - kept_K.numel()
         self.counts[WINDOW] = 0
         return remap
 
-    def first_values(self, ids_K: Tensor, dim: int) -> Tensor:
-        """Values with which the rows of ids begin."""
-        return self._values(ids_K, self.rules.key, dim)
+    def begin_rows(self, table: TableRows, ids_K: Tensor, rows_K: Tensor) -> None:
+        """Begin rows of a table, which new ids have now: first values, no optimizer state, and outside of the cache."""
+        self._kernels.begin_rows(table, ids_K, rows_K, self.rules.key, self.policy.bound)
 
     def shared_values(self, dim: int) -> Tensor:
         """Values with which shared rows begin."""
-        return self._values(torch.arange(self.policy.shared), self.rules.key ^ _SHARED_KEY, dim)
+        shared_S = torch.arange(self.policy.shared)
+        return first_values(shared_S, self.rules.key ^ _SHARED_KEY, dim, self.policy.bound).to(self.keys.device)
 
-    def _values(self, ids_K: Tensor, key: int, dim: int) -> Tensor:
-        values_KD: Tensor = self._kernels.first_values(ids_K, key, dim, self.policy.bound)
-        return values_KD
+
+def _tags(hashes_N: Tensor) -> Tensor:
+    return (hashes_N & 255).clamp(min=1).byte()
 
 
 def refuse_elastic(where: str, way: str, **fields: object) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -47,6 +48,12 @@ class IdMaps:
     def bytes(self) -> int:
         keys = {id(each.keys): each.bytes for each in self.keyed.values()}  # features may share a table
         return sum(t.numel() * t.element_size() for t in (self.fields_FM, self.words, self.counts)) + sum(keys.values())
+
+    def with_keyed(self, keyed: dict[int, KeyedMap]) -> IdMaps:
+        """These maps with other keyed ones, by feature."""
+        found = copy(self)
+        found.keyed = keyed
+        return found
 
     def __call__(self, ids_N: Tensor, offsets: Tensor) -> Tensor:
         """Rows of the ids of all features: feature-major, with features * batch + 1 offsets."""

@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 
 from thermocline.errors import BadInput, IdOutOfRange
-from thermocline.ids.elastic import ElasticRows, Evicted, KeyTable, Moved, refuse_elastic
+from thermocline.ids.elastic import ElasticRows, Evicted, KeyTable, Moved, MovedIds, refuse_elastic
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap, RowRange, SaltedHash
 from thermocline.ids.keyed_map import KeyedMap
+from thermocline.kernels.elastic import fields as K
 
 from .backward_pass import current_pass
 from .inputs import check_integers
 
 if TYPE_CHECKING:
+    from thermocline.rows.arena import Arena
+
     from .rows_module import RowsModule
 
 
@@ -73,11 +76,21 @@ class FeatureMaps(IdMaps):
         """Whether ids come and go in the part of a table that begins at a row."""
         return False
 
+    def replaced(self) -> None:
+        """Record that all ids are replaced."""
+
     def start(self, module: RowsModule) -> None:
         """Set the rows that ids share to their first values."""
 
     def wait_for_backward(self) -> None:
         """Keep all rows until no read of the module waits for its backward."""
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise unless the maps work on a device."""
+
+    def rows_now(self, ids_N: Tensor, offsets: Tensor) -> Tensor:
+        """Rows of the ids of all features, before anything comes or goes."""
+        return self(ids_N, offsets)
 
     def admit(self, module: RowsModule, ids_N: Tensor, offsets: Tensor) -> Tensor:
         """Rows of the ids of all features. In train(), new ids get rows and cold ones lose theirs, once in each forward."""
@@ -101,7 +114,7 @@ class ElasticMaps(FeatureMaps):
         self, features: Sequence[str], maps: Sequence[IdMap], tables: Sequence[int], device: torch.device
     ) -> None:  # fmt: skip
         _check_shared(features, maps, tables)
-        refuse_device(device)
+        self.check_device(device)
         super().__init__(features, maps, device)
         self.places = sorted({(t, map.first) for t, map in zip(tables, maps, strict=True) if map.is_elastic})
         self.users = [
@@ -112,6 +125,12 @@ class ElasticMaps(FeatureMaps):
             policy = maps[users[0]].start
             assert isinstance(policy, ElasticRows)
             self.keys.append(self._new_keys(policy, device))
+        kept = [[int(f in users) for f in range(len(maps))] for users in self.users]
+        self.masks = [torch.tensor(each, dtype=torch.int32, device=device) for each in kept]
+
+    def check_device(self, device: torch.device) -> None:
+        if device.type not in ("cpu", "cuda", "meta"):
+            refuse_elastic(f"on {device.type}", "train on device='cpu' or 'cuda'", device=device)
 
     def _new_keys(self, policy: ElasticRows, device: torch.device) -> KeyTable:
         return KeyTable(policy, SaltedHash(1, policy.salt).key, device)
@@ -137,6 +156,27 @@ class ElasticMaps(FeatureMaps):
         }
         return {name: sum(int(state[field]) for state in states) for name, field in names.items()}
 
+    def replaced(self) -> None:
+        for keys in self.keys:
+            keys.note_moved(torch.arange(keys.keys.numel()) + keys.rules.first)
+
+    def record_moves(self, recording: bool) -> None:
+        """Record which rows get other ids, for publishes; or no longer."""
+        for keys in self.keys:
+            keys.moved = [] if recording else None
+
+    def take_moved(self) -> list[tuple[int, MovedIds]]:
+        """The rows of each table that got other ids since this was called last, or lost theirs."""
+        found = [(place, keys.take_moved()) for place, keys in zip(self.places, self.keys, strict=True)]
+        return [(table, moved._replace(rows_K=moved.rows_K + first)) for (table, first), moved in found if len(moved.rows_K)]
+
+    def give_back_moved(self, taken: Sequence[tuple[int, MovedIds]]) -> None:
+        """Record moves again, after a publish that failed."""
+        for (table, first), keys in zip(self.places, self.keys, strict=True):
+            for index, moved in taken:
+                mine_K = (moved.rows_K >= first) & (moved.rows_K < first + keys.rules.rows)
+                keys.note_moved(*([moved.rows_K[mine_K] - first] if index == table else []))
+
     def holds(self, table: int, first: int) -> bool:
         return (table, first) in self.places
 
@@ -144,15 +184,22 @@ class ElasticMaps(FeatureMaps):
         if module.arena.device.type == "meta":
             return
         for (table, first), keys in zip(self.places, self.keys, strict=True):
-            spec, shared_S = module.arena.tables[table], first + keys.rules.rows + torch.arange(keys.policy.shared)
-            module.arena.write(table, shared_S, keys.shared_values(spec.dim))
+            values_SD = keys.shared_values(module.arena.tables[table].dim)
+            shared_S = torch.arange(keys.policy.shared, device=values_SD.device)
+            module.arena.write(table, first + keys.rules.rows + shared_S, values_SD)
 
     def wait_for_backward(self) -> None:
         for keys in self.keys:
-            keys.read(keys.keys[:0], trains=True)
+            keys.keep_rows()
+
+    def rows_now(self, ids_N: Tensor, offsets: Tensor) -> Tensor:
+        check_integers(ids_N)
+        return self._look_up_on_gpu(None, ids_N, offsets, K.FIND)
 
     def admit(self, module: RowsModule, ids_N: Tensor, offsets: Tensor) -> Tensor:
         check_integers(ids_N)
+        if self.keys[0].on_gpu:
+            return self._look_up_on_gpu(module, ids_N, offsets, self._kind(module))
         batch = (offsets.numel() - 1) // len(self.maps)
         if len(self.maps) == 1:
             return self._look_up(module, 0, ids_N.long().contiguous())
@@ -164,29 +211,68 @@ class ElasticMaps(FeatureMaps):
                 rows_N[ends[f] : ends[f + 1]] = part_N
         return rows_N
 
+    def _kind(self, module: RowsModule) -> int:
+        """What a lookup does: `STEP` or `PROTECTED_STEP` in train(), outside of backward passes, which look up again."""
+        placeholder = module.placeholder
+        if module.training and placeholder.requires_grad and current_pass() < 0:
+            return K.PROTECTED_STEP if placeholder.open or placeholder.pending is not None else K.STEP
+        return K.READ_TO_TRAIN if placeholder.requires_grad and torch.is_grad_enabled() else K.READ
+
     def _look_up(self, module: RowsModule, n: int, ids_N: Tensor) -> Tensor:
         """Rows of ids of one key table, which changes in train()."""
-        keys, placeholder = self.keys[n], module.placeholder
-        if module.training and placeholder.requires_grad and current_pass() < 0:  # a pass looks up again what was looked up
-            rows_N, moved = keys.step(ids_N, bool(placeholder.open) or placeholder.pending is not None)
+        keys, kind = self.keys[n], self._kind(module)
+        if kind >= K.STEP:
+            rows_N, moved = keys.step(ids_N, kind == K.PROTECTED_STEP)
             self.replace_rows(module, n, moved)
         else:
-            rows_N = keys.read(ids_N, placeholder.requires_grad and torch.is_grad_enabled())
+            rows_N = keys.read(ids_N, kind == K.READ_TO_TRAIN)
         return rows_N + self.places[n][1] if self.places[n][1] else rows_N
 
     @torch.no_grad()
+    def _look_up_on_gpu(self, module: RowsModule | None, ids_N: Tensor, offsets: Tensor, kind: int) -> Tensor:
+        """Rows of the ids of all features. Waits for the GPU only where evicted ids or changed rows are to be reported."""
+        ids_N, offsets = ids_N.long().contiguous(), offsets.contiguous()
+        rows_N = self(ids_N, offsets) if len(self.maps) > 1 else torch.empty_like(ids_N)
+        for n, keys in enumerate(self.keys):
+            (table, first), protect = self.places[n], kind == K.PROTECTED_STEP
+            reports = keys.on_evict is not None or keys.moved is not None
+            moved = keys.expire_next(protect) if kind >= K.STEP and reports else None
+            came = keys.look_up(K.GpuBatch(ids_N, offsets, self.masks[n], rows_N, first), kind)
+            if came is None:
+                continue
+            assert module is not None
+            if moved is None and not module.arena.tracks_writes:
+                keys.begin_moves(module.arena.table_rows(table, _states(module, table)), came, first)
+            else:
+                moved = (moved or Moved(*(ids_N[:0] for _ in range(4)))).plus(came)
+                keys.note_moved(moved.rows_K, moved.left_E)
+                self.replace_rows(module, n, moved)
+        return rows_N
+
+    @torch.no_grad()
     def replace_rows(self, module: RowsModule, n: int, moved: Moved) -> None:
-        """Take the rows of ids that went out of the cache, and begin those of ids that came, without optimizer state."""
+        """Report ids that went, and begin the rows of ids that came."""
         (table, first), keys = self.places[n], self.keys[n]
-        arena, trainer = module.arena, module.trainer
         if keys.on_evict is not None and moved.went_E.numel():
-            keys.on_evict(moved.went_E, arena.read(table, moved.left_E + first))
-        if moved.left_E.numel() + moved.came_K.numel():
-            arena.release(table, first + torch.cat([moved.rows_K, moved.left_E]).unique())
+            keys.on_evict(moved.went_E, module.arena.read(table, moved.left_E + first))
         if moved.came_K.numel():
-            arena.write(table, moved.rows_K + first, keys.first_values(moved.came_K, arena.tables[table].dim))
-            for state in arena.state_views(table, trainer.states, trainer.optimizer.states_per_row > 0):
-                state[moved.rows_K + first] = 0.0
+            begin_rows(module.arena, table, _states(module, table), keys, moved.came_K, moved.rows_K + first)
+
+
+def _states(module: RowsModule, table: int) -> list[Tensor]:
+    trainer = module.trainer
+    return module.arena.state_views(table, trainer.states, trainer.optimizer.states_per_row > 0)
+
+
+def begin_rows(
+    arena: Arena, table: int, states: Sequence[Tensor], keys: KeyTable, ids_K: Tensor, rows_K: Tensor
+) -> None:  # fmt: skip
+    """Begin the rows of new ids; `states`: the optimizer state of the table."""
+    target = arena.table_rows(table, states)
+    if arena.tracks_writes:
+        arena.before_write(rows_K + target.row)
+    keys.begin_rows(target, ids_K, rows_K)
+    arena.publish_first(table, rows_K)
 
 
 class ElasticIds:
@@ -222,8 +308,8 @@ class ElasticIds:
     def rows_of(self, ids: Tensor) -> Tensor:
         """The table's row of each id, or -1 for ids that read shared rows."""
         check_integers(ids)
-        rows_N, missed_M = self._keys.find(ids.reshape(-1).long().contiguous())
-        return (rows_N + self._first).index_fill(0, missed_M, -1).view(ids.shape)
+        rows_N = self._keys.rows_of(ids.reshape(-1).long().to(self._keys.keys.device).contiguous())
+        return torch.where(rows_N < self._keys.rules.rows, rows_N + self._first, -1).view(ids.shape).to(ids.device)
 
     def pin(self, ids: Tensor) -> None:
         """Give ids rows of their own, which they keep; raises `BadInput` if their buckets have no room."""
@@ -261,11 +347,6 @@ def keyed_maps(module: RowsModule, maps: Mapping[str, IdMap]) -> Mapping[str, Id
         return maps
     keys = {own.features[f]: keys for users, keys in zip(own.users, own.keys, strict=True) for f in users}
     return {name: KeyedMap.of(map, keys[name]) if name in keys else map for name, map in maps.items()}
-
-
-def refuse_device(device: torch.device) -> None:
-    if device.type not in ("cpu", "meta"):
-        refuse_elastic(f"on {device.type}", "train on device='cpu'", device=device)
 
 
 def _check_shared(features: Sequence[str], maps: Sequence[IdMap], tables: Sequence[int]) -> None:

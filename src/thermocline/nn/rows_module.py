@@ -45,7 +45,7 @@ from .backward_pass import OpenLookup, OpenRows
 from .config import RowConfig, TableRequest, arena_text, make_arena
 from .device_moves import as_integers, check_keeps, materialize, move_tensors
 from .heat_profile import heat_of
-from .id_maps import ElasticIds, FeatureMaps, elastic_ids, maps_as_text, refuse_device
+from .id_maps import ElasticIds, FeatureMaps, elastic_ids, maps_as_text
 from .inputs import Given, check_integers, check_is_tensor, is_transformed, refuse_torchscript, refuse_transforms
 from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
 from .optimizer import FusedOptimizer, Trained, deferred_lookup
@@ -189,7 +189,7 @@ class RowsModule(nn.Module):
     def prefetch_rows(self, *requests: PrefetchRequest) -> None:
         """Copy the rows of batches to the GPU, together."""
         batches = [(request.ids, request.offsets) for request in requests]
-        self.arena.prefetch(*(batches if self.maps is None else [(self.maps(*one), one[1]) for one in batches]))
+        self.arena.prefetch(*(batches if self.maps is None else [(self.maps.rows_now(*one), one[1]) for one in batches]))
         self._prefetched.add(requests)
 
     def take_prefetched(self, given: Sequence[Given]) -> Any:
@@ -299,8 +299,8 @@ class RowsModule(nn.Module):
         if materialize(self, fn):  # to_empty, from the meta device
             return self
         check_keeps(fn, self.arena.device)
-        if self.maps is not None and self.maps.elastic:
-            refuse_device(fn(torch.empty(0, dtype=torch.float32, device=self.arena.device)).device)
+        if self.maps is not None:
+            self.maps.check_device(fn(torch.empty(0, dtype=torch.float32, device=self.arena.device)).device)
         move = as_integers(fn)
         self.arena.unstage()  # staged rows are found by distances between arrays
         device, on_cpu = self.arena.device, self.arena.cache[-2:]

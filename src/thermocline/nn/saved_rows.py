@@ -67,6 +67,9 @@ def load_state(
     if wrong:
         errors += [f"{prefix}{name}: {why}" for name, why in wrong.items()]  # and nothing is changed
         return
+    module.arena.replaced()
+    if module.maps is not None:
+        module.maps.replaced()
     with torch.no_grad():
         for name, tensor in known.items():
             tensor.copy_(given[name])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import yaml
 
-from .topology import Link, Topology
+from .topology import GpuSpec, Link, Topology
 from .units import show_rate, show_seconds
 
 _SMALL = 8  # bytes to each other GPU, to measure latency
@@ -35,14 +35,16 @@ def measure_link(exchange: TimedExchange, most: int) -> Link:
 
 def to_yaml(topology: Topology) -> str:
     """A topology as YAML with units, for people to read and edit."""
-    gpu, host, links = topology.gpu, topology.host, topology.links
+    host, links = topology.host, topology.links
+    others = {node: _gpu(gpu) for node, gpu in topology.other_gpus.items()}
     data = {
         "version": topology.version,
         **{name: text for name in ("name", "source", "date") if (text := getattr(topology, name))},
         "backend": topology.backend,
         "nodes": topology.nodes,
         "cards_per_node": topology.gpus_per_node,
-        "card": {"memory": _bytes(gpu.memory), "bandwidth": show_rate(gpu.bandwidth)},
+        "card": _gpu(topology.gpu),
+        **({"other_cards": others} if others else {}),
         **({"host": {"memory": _bytes(host.memory)}} if host.memory else {}),
         "links": {
             name: {
@@ -56,6 +58,10 @@ def to_yaml(topology: Topology) -> str:
     }
     about = "# Measured with all GPUs busy. Bandwidths are per GPU and direction; edit what you know better.\n"
     return about + yaml.safe_dump(data, sort_keys=False, allow_unicode=True, default_flow_style=None)
+
+
+def _gpu(gpu: GpuSpec) -> dict[str, str]:
+    return {"memory": _bytes(gpu.memory), "bandwidth": show_rate(gpu.bandwidth)}
 
 
 def _bytes(count: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from .solve.row_levers import SMALL
 from .solve.row_reduction import ReducedTables, ReductionOptions, RowReducer
 from .solve.solver import Problem, Score, Search, score
 from .solve.tiers import OWNER_POOLED
+from .solve.torchrec import NAME, score_of
 from .tables import TableConfig, TablesConfig
 from .topology import BACKENDS, Backend, Topology
 from .units import read_bytes, read_share, show_bytes
@@ -55,6 +57,7 @@ def make_plan(
     unify: int | None = None,
     backend: Backend | None = None,
     sums: str = "fp32",
+    torchrec: Any = None,
 ) -> Plan:
     """Decide precision, replicas and placement of every row.
 
@@ -65,8 +68,8 @@ def make_plan(
         tables: The tables of the model, or a tables file.
         heat: A heat profile, a heat file, or a heat curve for each table.
         topology: The cluster, a topology file, or the name of a preset.
-        budget: Bytes per GPU that tables may fill, as a number or as "40GiB", or a share of its memory as "1/2". Default: all
-            GPU memory of the topology.
+        budget: Bytes per GPU that tables may fill, as a number or as "40GiB", or a share of the memory of the largest GPU as
+            "1/2"; smaller GPUs hold what they can. Default: all GPU memory of the topology.
         goal: "train" plans training steps. "serve" plans requests: rows are not updated, so replicas need no sync.
         gradients: Precision of gradients on the wire, "fp32" or "bf16".
         shuffled: Samples are trained in random order, so that batches repeat ids less often than the log does.
@@ -75,6 +78,8 @@ def make_plan(
         unify: Tables of at most this many rows with equal dimension, pooling and precision become one.
         backend: Backend of torch.distributed, "gloo" or "nccl", in place of that of the topology.
         sums: Precision of pooled sums on the wire, "fp32" or "bf16". Sums in bf16 are rounded, so results depend on the plan.
+
+        torchrec: A plan of TorchRec's `EmbeddingShardingPlanner` for these tables and ranks, as one of the candidates.
 
     Returns:
         The fastest plan that fits, with its predictions and reasons.
@@ -91,7 +96,7 @@ def make_plan(
     options = ReductionOptions(prune, hash, unify)
     request = read_request(tables, heat, read_topology(topology, backend), budget, goal, gradients, options, shuffled, sums)
     problem = Problem.of(request.workload())
-    scores, search = solve(problem)
+    scores, search = solve(problem, [] if torchrec is None else [(NAME, score_of(problem, torchrec))])
     best = scores[0][1]
     if search is None or best.peak_bytes > request.budget:
         raise infeasible_error(request, problem)
@@ -122,6 +127,7 @@ class PlanRequest:
     on_host: frozenset[str] = frozenset()  # tables with codes in host memory
     notes: tuple[str, ...] = ()
     sums: str = "fp32"  # precision of pooled sums on the wire
+    cap: int = 0  # bytes that tables may fill on a GPU that has so many; `budget` is that of the smallest GPU
 
     @property
     def tables(self) -> TablesConfig:
@@ -141,7 +147,10 @@ class PlanRequest:
         works = tuple(self._work(table, stats, precision) for table, stats, precision in each)
         tables = self.reducer.tables
         cluster = Cluster.of(self.topology, id_bytes(sum(work.rows for work in works)))
-        return Workload(cluster, works, self.budget, tables.dense - tables.below, self.gradient, tables.below, self.sums)
+        room_N = np.array(self.topology.room_of_nodes(self.cap), np.float64)
+        spare_R = np.repeat(room_N - room_N.min(), self.topology.gpus_per_node)
+        dense = tables.dense - tables.below
+        return Workload(cluster, works, self.budget, dense, self.gradient, tables.below, self.sums, spare_R)
 
     def _work(self, table: TableConfig, stats: AccessStats, precision: RowPrecision) -> TableWork:
         batch, topology = self.reducer.tables.batch, self.topology
@@ -234,7 +243,7 @@ class PlanRequest:
 
     def sensitivities(self, found: Score, search: Search) -> tuple[Sensitivity, ...]:
         """The effect of a little more memory and of more GPUs, by planning again."""
-        more = replace(self, budget=self.budget + GIB)
+        more = replace(self, budget=self.budget + GIB, cap=self.cap + GIB)
         no_copies = not search.allowed[:, :OWNER_POOLED, 1:].any()  # more memory may make replicas possible
         tried = [search, Search(search.problem, search.problem.allowed() & SPLIT)] if no_copies else [search]
         time = min((step for each in tried if (step := _replanned_time(more, each)) is not None), default=None)
@@ -294,15 +303,16 @@ def read_request(
     tables = tables if isinstance(tables, TablesConfig) else TablesConfig.load(tables)
     heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
     topology = read_topology(topology)
-    memory = topology.gpu.memory
+    memory = max(gpu.memory for gpu in topology.gpus)
     share = 1.0 if budget is None else read_share(budget)
-    room = read_bytes(budget) if share is None else int(share * memory)
-    if not 0 < room <= memory:
+    cap = read_bytes(budget) if share is None else int(share * memory)
+    if not 0 < cap <= memory:
         message = (
-            f"the budget is {show_bytes(room)} per GPU, and a GPU of the topology has {show_bytes(memory)}: lower the "
+            f"the budget is {show_bytes(cap)} per GPU, and a GPU of the topology has {show_bytes(memory)}: lower the "
             "budget, or use another topology"
         )
-        raise BadInput(message, parameter="budget", value=room, available=memory)
+        raise BadInput(message, parameter="budget", value=cap, available=memory)
+    room = min(topology.room_of_nodes(cap))
     id_stats = tuple(id_stats_of(heat, table, shuffled) for table in tables.tables)
     reducer = RowReducer(tables, heat, id_stats, topology.world_size, room, trains=goal == "train")
     reduced = reducer.reduce(options)
@@ -313,7 +323,7 @@ def read_request(
     ]
     best = tuple(precisions_of(table)[0] for table in reduced.tables)
     gradient = gradients if goal == "train" else None
-    request = _choose_precisions(PlanRequest(reducer, options, reduced, topology, room, gradient, best, sums=sums))
+    request = _choose_precisions(PlanRequest(reducer, options, reduced, topology, room, gradient, best, sums=sums, cap=cap))
     if request.on_host:
         named = ", ".join(sorted(request.on_host)[:5]) + (", ..." if len(request.on_host) > 5 else "")
         notes.append(f"GPU memory is too small: the codes of {len(request.on_host)} tables lie in host memory: {named}")

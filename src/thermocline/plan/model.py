@@ -174,7 +174,7 @@ class RankPlan(FileModel):
     """Bytes of `count` equal ranks, from rank `first` on."""
 
     first: int
-    count: int
+    count: int = Field(ge=1)
     bytes: dict[str, int]  # by MEMORY_PARTS
     host: int = 0  # bytes of tables in host memory
     tables: tuple[str, ...] = ()  # unsplit tables on each of these ranks
@@ -262,7 +262,7 @@ class Plan(FileModel):
     objective: str
     heat: str
     topology: Topology
-    budget: int
+    budget: int = Field(gt=0)
     batch: int
     dense: float
     optimizer: Optimizer
@@ -289,8 +289,12 @@ class Plan(FileModel):
 
     @property
     def fullest_rank(self) -> RankPlan:
-        """The rank with most bytes."""
-        return max(self.ranks, key=lambda rank: rank.total)
+        """The rank with most bytes, as a share of its budget."""
+        return max(self.ranks, key=lambda rank: rank.total / self.budget_of(rank))
+
+    def budget_of(self, rank: RankPlan) -> int:
+        """The bytes that tables may fill on a rank: the budget, or the memory of its GPU where that is less."""
+        return self.topology.room_of_nodes(self.budget)[rank.first // self.topology.gpus_per_node]
 
     def table(self, name: str) -> TablePlan:
         """The decisions for one table, by name."""

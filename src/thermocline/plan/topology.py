@@ -84,10 +84,11 @@ class Links(FileModel):
 
 
 class Topology(FileModel):
-    """A cluster of equal nodes.
+    """A cluster of nodes with as many GPUs each.
 
     Attributes:
         gpu: a GPU of the cluster.
+        other_gpus: a GPU of nodes with other GPUs, by the number of the node.
         host: host memory of a node.
         links: the links between GPUs.
         backend: the backend of torch.distributed. Under gloo, exchanges overlap computing; under NCCL they do not.
@@ -107,6 +108,10 @@ class Topology(FileModel):
         validation_alias="cards_per_node", serialization_alias="cards_per_node", description="GPUs in each machine, 1 or more"
     )
     gpu: GpuSpec = Field(validation_alias="card", serialization_alias="card")
+    other_gpus: dict[int, GpuSpec] = Field(
+        default={}, validation_alias="other_cards", serialization_alias="other_cards",
+        description="a GPU of nodes that have others than `card`, by number of the node from 0",
+    )  # fmt: skip
     host: HostSpec = HostSpec()
     links: Links
     backend: Backend = Field(
@@ -117,11 +122,22 @@ class Topology(FileModel):
         if self.nodes > 1 and self.links.cluster is None:
             out = "name its bandwidth, such as cluster: {bandwidth: 50GB/s, latency: 20us}, or plan for nodes: 1"
             yield ("links",), f"nodes is {self.nodes}, but there is no link 'cluster' between them; {out}"
+        if beyond := [node for node in self.other_gpus if not 0 <= node < self.nodes]:
+            yield ("other_cards", beyond[0]), f"there is no node {beyond[0]}: nodes is {self.nodes}, and the first has number 0"
 
     @property
     def world_size(self) -> int:
         """GPUs of the whole cluster."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def gpus(self) -> tuple[GpuSpec, ...]:
+        """A GPU of each node."""
+        return tuple(self.other_gpus.get(node, self.gpu) for node in range(self.nodes))
+
+    def room_of_nodes(self, budget: int) -> list[int]:
+        """The bytes that tables may fill on a GPU of each node, with this budget per GPU."""
+        return [min(budget, gpu.memory) for gpu in self.gpus]
 
     @property
     def overlaps(self) -> bool:
@@ -176,6 +192,8 @@ def _find(path_or_preset: str | Path) -> tuple[str, str]:
 def _without_units(given: Topology) -> Iterator[tuple[Location, str]]:
     """Numbers that are too small to be meant: 141 in place of 141GB."""
     numbers: dict[Location, float] = {("card", "memory"): given.gpu.memory, ("card", "bandwidth"): given.gpu.bandwidth}
+    for node, gpu in given.other_gpus.items():
+        numbers |= {("other_cards", node, "memory"): gpu.memory, ("other_cards", node, "bandwidth"): gpu.bandwidth}
     for name in Links.model_fields:
         link: Link | None = getattr(given.links, name)
         if link is not None:

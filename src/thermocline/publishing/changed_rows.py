@@ -11,9 +11,11 @@ row: computing it from the place would need the inverse of every map.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline import formats as F
@@ -24,10 +26,13 @@ from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.slots import read_pointed, slots_of
+from thermocline.nn.id_maps import ElasticMaps
 from thermocline.nn.rows_module import blocks
 from thermocline.rows.arena import Arena
 from thermocline.rows.change_bitmap import UpdateCounts
 from thermocline.rows.precision import format_of
+
+from .selection import RowAges
 
 
 class ModuleRows:
@@ -39,11 +44,15 @@ class ModuleRows:
         self.tables = [
             PublishedTable(t.name, t.rows, t.dim, format_of(name)) for t, name in zip(found.tables, served, strict=True)
         ]
+        maps = found.module.maps
+        self._elastic = maps if isinstance(maps, ElasticMaps) else None
+        if self._elastic is not None:
+            self._elastic.record_moves(True)
         self._attach()
 
     def _attach(self) -> None:
         arena = self.arena = self.module.arena
-        before = arena.unpublished
+        before, self.ages = arena.unpublished, RowAges(0)  # `waiting` makes it as large as it must be
         arena.unpublished = self.counts = UpdateCounts(arena.rows, arena.device)
         if before is not None:
             self.counts.run, self.counts.number = before.run, before.number
@@ -57,13 +66,15 @@ class ModuleRows:
         """Continue at a publish. After a replanning the module has another arena: all of its rows are sent again."""
         if self.module.arena is not self.arena:
             self._attach()
-            self.counts.counts_R[: self.arena.rows] = 1
+            self.counts.publish_first(torch.arange(self.arena.rows))
         self.counts.run, self.counts.number = run, number
 
     def detach(self) -> None:
         """Count changes no longer."""
         if self.arena.unpublished is self.counts:
             self.arena.unpublished = None
+        if self._elastic is not None:
+            self._elastic.record_moves(False)
 
     def _slots(self) -> Tensor:
         """The row of each cache slot, or EMPTY."""
@@ -97,12 +108,36 @@ class ModuleRows:
             found_K[begin:end] = size
         return found_K
 
+    def waiting(self, rows_K: Tensor) -> tuple[NDArray[np.uint8], NDArray[np.float64], NDArray[np.int64]]:
+        """Updates and ages of changed rows, and the bytes that each takes: what a budget goes by."""
+        if self.ages.rows < self.arena.rows:
+            self.ages = RowAges(self.arena.rows)
+        counts_K = self.counts.counts_R[rows_K.to(self.counts.counts_R.device)].cpu()
+        return counts_K.numpy(), self.ages.seconds(rows_K.numpy()), self.row_bytes(rows_K).numpy()
+
     def _span(self, index: int) -> tuple[int, int]:
         first = self.arena.views(index)[2]
         return first, first + self.arena.tables[index].rows
 
+    def take_ids(self) -> dict[str, Any]:
+        """The rows that got other ids, by table, and forget that they did. Their values are among those that go first."""
+        found = [] if self._elastic is None else self._elastic.take_moved()
+        self._ids, parts = found, dict[str, Any]()
+        for index, moved in found:
+            name = self.tables[index].name
+            parts[name] = parts[name].merged(moved) if name in parts else moved
+        return parts
+
+    def give_back(self) -> None:
+        """Send what was taken last again: its publish failed."""
+        if self.module.arena is self.arena:
+            self.counts.publish_first(self._taken_K)
+        if self._elastic is not None:
+            self._elastic.give_back_moved(self._ids)
+
     def take(self, rows_K: Tensor) -> dict[str, RowDelta]:
         """Copy rows, ascending arena rows, and forget their changes."""
+        self._taken_K = rows_K
         self.counts.clear(rows_K)
         parts: dict[str, list[RowDelta]] = {}
         for index, _ in enumerate(self.arena.tables):

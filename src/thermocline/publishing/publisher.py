@@ -5,8 +5,9 @@
     servers   one thread for each sends them (`server_link.py`)
 
 Nothing queues up: while a publish is on its way, changes stay marks in the arena, one byte a row, and the next publish has them
-all. A server that is gone, or takes longer than `patience`, is not waited for; it reads what it missed from the log. A publish
-copies rows on the training thread, so it waits until training has taken 50 times as long as the copy.
+all. It has the rows of a publish that failed, too: it continues the last one that is in the logs of all ranks. A server that is
+gone, or takes longer than `patience`, is not waited for; it reads what it missed from the log. A publish copies rows on the
+training thread, so it waits until training has taken 50 times as long as the copy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,13 +30,14 @@ from thermocline.checkpoint.publishes.part import PublishedTable, PublishPart, m
 from thermocline.checkpoint.publishes.row_delta import RowDelta
 from thermocline.checkpoint.ranks import CheckpointRanks
 from thermocline.checkpoint.save_job import save
+from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.errors import BadInput
 from thermocline.plan.units import read_bytes
 from thermocline.serve.remote.rendezvous import read_secret, read_tls
 from thermocline.serve.remote.session import read_address
 
 from .changed_rows import ModuleRows
-from .selection import RowAges, SendBudget, choose, waiting_ages
+from .selection import SendBudget, choose, waiting_ages
 from .server_link import LinkTarget, ServerLink, ServerState
 
 SHARE = 0.02  # of the training time that publishing may take on the training thread
@@ -57,24 +61,31 @@ class Publisher:
         self.number = 0
         self._run, self._interval = 0, 0.0
         self._budget: SendBudget | None = None
-        self._ages: list[RowAges] = []
         self._log: PublishLog | None = None
         self._links: list[ServerLink] = []
         self._sealed: list[PublishPart] = []
         self._changed, self._ended, self._folder = threading.Condition(), False, ""
         self._error: BaseException | None = None
-        self._logged = self._steps = self._next_step = 0
+        self._since, self._failed = 0, False  # the last publish that succeeded, and whether the one after it did not
+        self._logged = self._offered = self._steps = self._next_step = 0
         self._sealed_at = self._began = time.perf_counter()
         self._cost = self._spent = 0.0
         self._thread: threading.Thread | None = None
 
     def _start(
-        self, folder: Path, run: int, interval: float, budget: SendBudget | None, links: Sequence[ServerLink]
+        self, model: nn.Module, folder: Path, targets: Sequence[LinkTarget], secret: bytes, interval: float, rate: float | None
     ) -> None:  # fmt: skip
-        self._run, self._interval, self._budget, self._links = run, interval, budget, list(links)
-        if budget is not None:
-            self._ages = [RowAges(each.arena.rows) for each in self._rows]
-        self._folder, self._log = str(folder), PublishLog(folder, run)
+        """Save, and begin to publish what changes from then on."""
+        self._interval, self._budget = interval, None if rate is None else SendBudget(rate / self._ranks.size)
+        self._run = self._ranks.on_all(lambda: secrets.randbits(62))[0]
+        for each in self._rows:
+            each.attach(self._run, 0)
+        save(model, folder, incremental=True)
+        self._folder, self._log = str(folder), PublishLog(folder, self._run)
+        if self._ranks.rank == 0:
+            self._log.only()
+        signature = model_signature(self.tables)
+        self._links = [ServerLink(target, self._run, signature, secret, read_tls()) for target in targets]
         self._thread = threading.Thread(target=self._write_log, name="publish log", daemon=True)
         self._thread.start()
 
@@ -91,10 +102,11 @@ class Publisher:
             ThermoclineError: the log cannot be written.
         """
         self._steps += 1
-        self._raise_error()
         now = time.perf_counter()
         if self._ranks.size > 1:
             return self._steps >= self._next_step and self._step_together(now)
+        if self._error is not None:
+            self._check_logged()
         if now - self._sealed_at < max(self._interval, self._cost / SHARE) or not self._is_idle():
             return False
         self._seal(now, None)
@@ -106,6 +118,8 @@ class Publisher:
         assert groups is not None
         each_step = max((now - self._began) / self._steps, 1e-6)
         found = groups.all_gather((self._is_idle(), self._cost, each_step, self._error is not None))
+        if any(failed for _, _, _, failed in found):
+            self._check_logged()
         ready = all(idle for idle, _, _, _ in found)
         cost = max(cost for _, cost, _, _ in found)
         period = max(self._interval, cost / SHARE) if ready else cost / SHARE
@@ -128,30 +142,53 @@ class Publisher:
             ThermoclineError: the log cannot be written.
         """
         end = time.monotonic() + seconds
+        if not self._publish_rest(end):
+            return False
+        return all([link.wait_for(self.number, max(0.0, end - time.monotonic())) for link in self._links])
+
+    def _publish_rest(self, end: float) -> bool:
+        """Publish everything, on all ranks. Returns whether it is in all logs."""
         self._wait_idle(end)
-        self._ranks.on_all(self._raise_error)
+        if not self._check_logged():
+            return False
         self._seal(time.perf_counter(), float("inf"))
         self._wait_idle(end)
-        self._raise_error()
-        return all([link.wait_for(self.number, max(0.0, end - time.monotonic())) for link in self._links])
+        return self._check_logged()
+
+    def _check_logged(self) -> bool:
+        """Whether the last publish is in the logs of all ranks. If one failed, all raise, and the next publish has its rows."""
+        try:
+            return all(self._ranks.on_all(self._own_log))
+        except BaseException:
+            self._logged, self._failed = self.number, True
+            for each in self._rows:
+                each.give_back()
+            raise
+
+    def _own_log(self) -> bool:
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+        return self._logged == self.number
 
     def _seal(self, now: float, available: float | None) -> None:
         """Copy changed rows, and hand them to the log."""
         began = time.thread_time()  # training, too, would wait for a processor
-        at, deltas, waiting = time.time(), dict[str, RowDelta](), tuple[tuple[float, float], ...]()
-        if available is None and self._budget is not None:
-            available = self._budget.available() / len(self._rows)
-        for index, each in enumerate(self._rows):
+        at, deltas, ids, waiting = time.time(), dict[str, RowDelta](), dict[str, Any](), tuple[tuple[float, float], ...]()
+        for each in self._rows:
             each.attach(self._run, self.number)
-            rows_K = each.changed()
-            if available is not None and self._ages:
-                rows_K, waiting = self._within(index, rows_K, available)
+        rows = [each.changed() for each in self._rows]
+        if self._budget is not None:
+            rows, waiting = self._within(rows, self._budget.available() if available is None else available)
+        for each, rows_K in zip(self._rows, rows, strict=True):
+            ids |= each.take_ids()
             deltas |= each.take(rows_K)
         if self._budget is not None:
-            self._budget.spend(sum(8 * len(d.rows_K) + d.codes_KB.nbytes + d.meta_KW.nbytes for d in deltas.values()))
+            self._budget.spend(sum(d.bytes for d in deltas.values()) + sum(t.nbytes for m in ids.values() for t in m))
         dense = self._dense_tensors() if self._ranks.rank == 0 else {}
+        self._since, self._failed = self._since if self._failed else self.number, False
         part = PublishPart(
-            self._run, self.number + 1, self.number, model_signature(self.tables), deltas, dense, self._ranks.rank,
+            self._run, self.number + 1, self._since, model_signature(self.tables), deltas, dense, ids, self._ranks.rank,
             self._ranks.size, at, self._steps, waiting,
         )  # fmt: skip
         self.number += 1
@@ -164,28 +201,27 @@ class Publisher:
         self._spent += self._cost
         self._sealed_at = now
 
-    def _within(self, index: int, rows_K: Tensor, available: float) -> tuple[Tensor, tuple[tuple[float, float], ...]]:
-        """The changed rows that a budget sends now, and the ages of the others."""
-        each, ages, rows = self._rows[index], self._ages[index], rows_K.numpy()
-        counts_K = each.counts.counts_R[rows_K.to(each.counts.counts_R.device)].cpu().numpy()
-        age_K = ages.seconds(rows)
-        chosen_K = choose(each.row_bytes(rows_K).numpy(), counts_K, age_K, available)
-        ages.forget(rows[chosen_K])
-        return rows_K[torch.from_numpy(chosen_K)], waiting_ages(counts_K, age_K, chosen_K)
+    def _within(self, rows: list[Tensor], available: float) -> tuple[list[Tensor], tuple[tuple[float, float], ...]]:
+        """The changed rows of each module that a budget sends now, and the ages of the others."""
+        found = list(zip(self._rows, rows, strict=True))
+        counts_K, age_K, bytes_K = (
+            np.concatenate(each) for each in zip(*(rows.waiting(rows_K) for rows, rows_K in found), strict=True)
+        )
+        chosen_K = choose(bytes_K, counts_K, age_K, available)
+        sent = np.split(chosen_K, np.cumsum([len(rows_K) for rows_K in rows])[:-1])
+        chosen = [rows_K[torch.from_numpy(each_K)] for rows_K, each_K in zip(rows, sent, strict=True)]
+        for each, rows_K in zip(self._rows, chosen, strict=True):
+            each.ages.forget(rows_K.numpy())
+        return chosen, waiting_ages(counts_K, age_K, chosen_K)
 
     def _dense_tensors(self) -> dict[str, Tensor]:
         if self._dense is None:
             return {}
         return {name: full_tensor(tensor).cpu().clone() for name, tensor in dense_tensors(self._dense).items()}
 
-    def _raise_error(self) -> None:
-        if (error := self._error) is not None:
-            self._error = None
-            raise error
-
     def _is_idle(self) -> bool:
         """Whether the last publish is in the log, and on all live servers."""
-        return self._logged == self.number and all(link.has(self.number) for link in self._links)
+        return self._logged == self.number and all(link.has(self._offered) for link in self._links)
 
     def _wait_idle(self, end: float) -> None:
         while not self._is_idle() and self._error is None and time.monotonic() < end:
@@ -207,13 +243,14 @@ class Publisher:
                 self._log.append(part)
                 for link in self._links:
                     link.offer(part)
+                self._offered = part.number
                 saved = self._rows[0].counts.saved
                 if saved is not None and saved[0] == self._folder and saved[1] > pruned and not part.rank:
                     self._log.prune(pruned := saved[1])
                 self._log.merge(part)
-            except Exception as error:  # raised by the next step
+                self._logged = part.number
+            except Exception as error:  # raised by the next step, which publishes its rows again
                 self._error = error
-            self._logged = part.number
 
     # -- what is known of it ------------------------------------------------------------------------------------------------
 
@@ -240,12 +277,7 @@ class Publisher:
         if self._ended:
             return
         try:
-            end = time.monotonic() + seconds
-            self._wait_idle(end)
-            self._ranks.on_all(self._raise_error)
-            self._seal(time.perf_counter(), float("inf"))
-            self._wait_idle(end)
-            self._raise_error()
+            self._publish_rest(time.monotonic() + seconds)
         finally:
             self._end()
 
@@ -301,7 +333,7 @@ def publish(
         The publisher.
 
     Raises:
-        BadInput: the model has no thermocline module, its ids are elastic, or an argument is invalid.
+        BadInput: the model has no thermocline module, is sharded and has elastic ids, or an argument is invalid.
         ThermoclineError: the folder cannot be written.
 
     Example::
@@ -312,30 +344,20 @@ def publish(
             publisher.step()
         publisher.close()
     """
-    addresses = [read_address(each) for each in ([to] if isinstance(to, str) else to)]
+    addresses = [to] if isinstance(to, str) else to
     if not 0 <= interval < float("inf"):
         raise BadInput(f"interval is {interval}; use seconds, 0 or more", parameter="interval", value=interval)
     rate = None if budget is None else read_bytes(budget)
+    targets = [LinkTarget(*read_address(each), name, PATIENCE_S) for each in addresses]
     secret = read_secret(secret_file) if addresses else b""
     found, ranks = find_modules(model), CheckpointRanks.of(model)
     for each in found:
-        if elastic := [feature for feature, map in each.maps.items() if map.is_elastic]:
-            words = f"feature {elastic[0]!r} has elastic ids, which servers do not know; save and load the model instead"
-            raise BadInput(words, feature=elastic[0])
-    run = ranks.on_all(lambda: secrets.randbits(62))[0]
-    rows = [ModuleRows(each) for each in found]
-    for tracked in rows:
-        tracked.attach(run, 0)
-    publisher = Publisher(rows, ranks, model, dense)
+        if isinstance(each.module, ShardedCollection) and any(map.is_elastic for map in each.maps.values()):
+            words = "a sharded model with elastic ids cannot be saved yet; publish from one process, or use IdMap.hashed"
+            raise BadInput(words, parameter="ids")
+    publisher = Publisher([ModuleRows(each) for each in found], ranks, model, dense)
     try:
-        save(model, folder, incremental=True)
-        if ranks.rank == 0:
-            PublishLog(folder, run).only()
-        signature = model_signature(publisher.tables)
-        targets = [LinkTarget(host, port, name, run, signature, PATIENCE_S) for host, port in addresses]
-        links = [ServerLink(target, secret, read_tls()) for target in targets]
-        share = None if rate is None else SendBudget(rate / ranks.size)
-        publisher._start(Path(folder), run, interval, share, links)
+        publisher._start(model, Path(folder), targets, secret, interval, rate)
     except BaseException:
         publisher._end()
         raise

@@ -2,6 +2,7 @@
 
 Three quarters of it go to the rows with the most updates since they were last sent: heat times age, which is what lookups pay
 for a stale row. The rest goes to the rows that wait longest, so each is sent within `pending bytes / (budget / 4)` seconds.
+Rows that became another id's go first, whatever the budget: a lookup of the new id must not read the old id's values.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from thermocline.rows.change_bitmap import UpdateCounts
 
 OLDEST = 0.25  # share of the budget for the rows that wait longest
 _TICK_S, _TICKS = 0.25, 65_535
@@ -39,6 +42,7 @@ class RowAges:
     """When each arena row changed first since it was last sent, in quarters of a second: two bytes a row."""
 
     def __init__(self, rows: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rows = rows
         self._since_R: NDArray[np.uint16] = np.zeros(rows, np.uint16)
         self._clock, self._start = clock, clock()
 
@@ -60,7 +64,8 @@ def choose(
     """Which rows to send with the available bytes."""
     if bytes_K.sum() <= available:
         return np.ones(len(bytes_K), np.bool_)
-    chosen_K = np.zeros(len(bytes_K), np.bool_)
+    chosen_K: NDArray[np.bool_] = counts_K == UpdateCounts.FIRST
+    available -= float(bytes_K[chosen_K].sum())
     for key_K, size in ((age_K, OLDEST * available), (counts_K * 1.0, (1 - OLDEST) * available)):
         left_K = np.flatnonzero(~chosen_K)
         order_K = left_K[np.argsort(-key_K[left_K], kind="stable")]

@@ -48,21 +48,20 @@ class ServerState:
 
 @dataclass(frozen=True)
 class LinkTarget:
-    """A server, and what it is told about the trainer."""
+    """A server's address, the model there, and the seconds that an answer may take."""
 
     host: str
     port: int
     model: str
-    run: int
-    signature: str
     patience: float
 
 
 class ServerLink:
     """Sends publishes to one server. `offer` and `is_waiting` are for the publisher's thread."""
 
-    def __init__(self, target: LinkTarget, secret: bytes, tls: HostTls | None) -> None:
+    def __init__(self, target: LinkTarget, run: int, signature: str, secret: bytes, tls: HostTls | None) -> None:
         self._target, self._secret, self._tls = target, secret, tls
+        self._hello = {"do": "hello", "model": target.model, "run": run, "signature": signature}
         self._changed, self._ended = threading.Condition(), False
         self._part: PublishPart | None = None
         self._number, self._live, self._refused, self._error, self._seconds = 0, False, False, "not reached yet", 0.0
@@ -114,7 +113,7 @@ class ServerLink:
                 self._follow(session)
             except AuthenticationFailed as error:
                 self._lose(str(error), refused=True)
-            except (OSError, EOFError, ValueError) as error:
+            except Exception as error:  # whatever it is: a publisher would wait for a link that has ended
                 self._lose(f"not reached: {error}")
             finally:
                 if self._session is not None:
@@ -141,7 +140,7 @@ class ServerLink:
         """Ask a server where it is. It reads the log before it answers."""
         target = self._target
         session.settimeout(_HELLO_S)  # it may load a checkpoint
-        reply = self._ask(session, {"do": "hello", "model": target.model, "run": target.run, "signature": target.signature})
+        reply = self._ask(session, self._hello)
         session.settimeout(target.patience)
         if "refused" in reply:
             self._lose(reply["error"], refused=True)

@@ -26,6 +26,7 @@ from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.cache.reference import COUNT_UNIT
 from thermocline.kernels.checks import check_lookup
+from thermocline.kernels.elastic.fields import TableRows
 from thermocline.kernels.layout import Cache, Layout, Pool, write_spec
 from thermocline.kernels.slots import read_pointed
 
@@ -303,6 +304,17 @@ class Arena:
         if self.before_write_hook is not None:
             self.before_write_hook(rows_N)
 
+    def publish_first(self, table: int, rows_N: Tensor) -> None:
+        """Have the next publish send rows of a table, whatever its budget."""
+        if self.unpublished is not None:
+            self.unpublished.publish_first(rows_N + self._fields[table][F.ROW])
+
+    def replaced(self) -> None:
+        """Record that all rows were replaced: the next incremental save is full, and the next publish has every row."""
+        self.changes = None
+        if self.unpublished is not None:
+            self.unpublished.publish_first(torch.arange(self.rows))
+
     @property
     def tracks_writes(self) -> bool:
         """Whether `before_write` has an effect."""
@@ -351,12 +363,12 @@ class Arena:
         meta_RW[rows_N] = meta_NW
         codes_RB[rows_N.to(codes_RB.device)] = codes_NB.to(codes_RB.device)
 
-    def release(self, table: int, rows_N: Tensor) -> None:
-        """Take distinct rows out of the cache without writing them back: their values become arbitrary."""
-        _, meta_RW, row, format, _ = self.views(table)
-        self.before_write(rows_N + row)
-        if self.cache and F.META_WORDS[format]:
-            slot_cache.release(meta_RW, Cache(*self.cache), self.pools, rows_N, row)
+    def table_rows(self, table: int, states: Sequence[Tensor]) -> TableRows:
+        """What the kernels of elastic ids take of a table; `states`: views of its optimizer state."""
+        codes_RB, meta_RW, row, format, dim = self.views(table)
+        pools = ((n, pool) for n, pool in enumerate(self.pools) if pool.row <= row < pool.row + pool.rows)
+        cache = Cache(*self.cache) if self.cache else None
+        return TableRows(codes_RB, meta_RW, format, dim, row, cache, next(pools, None), states)
 
     def import_fused(self, table: int, packed: Tensor, requantize_negative: bool = False) -> None:
         """Fill a table of an affine precision from torch's or FBGEMM's fused form, bit for bit (see `fused_quantized.py`)."""

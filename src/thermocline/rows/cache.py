@@ -168,18 +168,6 @@ def evict_all(codes: Tensor, meta: Tensor, cache: Cache, pools: Sequence[Pool]) 
     cache.scores.zero_()
 
 
-def release(meta_RW: Tensor, cache: Cache, pools: Sequence[Pool], rows_K: Tensor, first: int) -> None:
-    """Empty the slots of rows whose content is no longer wanted; `first` is the arena row of `meta_RW`."""
-    at_K = rows_K[meta_RW[rows_K, 0] < 0]
-    for index, pool in enumerate(pools):
-        if at_K.numel() and pool.row <= first < pool.row + pool.rows:
-            slots_K = pool.slot + slots_of(pool, meta_RW[at_K, 0])
-            meta_RW[at_K, 0] = cache.words[slots_K]
-            cache.rows[slots_K] = F.EMPTY
-            cache.scores[slots_K] = 0
-            cache.ledger[index, F.EVICTIONS] += at_K.numel()
-
-
 def _table(codes: Tensor, meta: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
     """Views of the codes and meta words of a pool's rows."""
     width, words = F.row_bytes(pool.format, pool.dim), F.META_WORDS[pool.format]

@@ -59,7 +59,7 @@ class UpdateCounts:
     A byte rather than a bit: a store for each row of a batch takes a tenth of the time, and publishing may take 2% of a step.
     """
 
-    MAX = 255
+    MOST, FIRST = 254, 255  # the largest count; and rows that the next publish has, whatever its budget
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.counts_R = torch.zeros(rows + -rows % 8, dtype=torch.uint8, device=device)
@@ -71,10 +71,15 @@ class UpdateCounts:
         """Count a change of rows. Repetitions in one call count once."""
         if self.counts_R.device.type == "cpu":
             rows, counts_R = rows_N.detach().cpu().numpy(), self.counts_R.numpy()
-            counts_R[rows] = np.minimum(counts_R[rows], self.MAX - 1) + 1
+            counts_N = counts_R[rows]
+            counts_R[rows] = counts_N + (counts_N < self.MOST)
             return
         rows_N = rows_N.to(self.counts_R.device)
-        self.counts_R[rows_N] = self.counts_R[rows_N].clamp(max=self.MAX - 1) + 1
+        self.counts_R[rows_N] += self.counts_R[rows_N] < self.MOST
+
+    def publish_first(self, rows_N: Tensor) -> None:
+        """Have the next publish send rows: they are another id's now, or a publish that had them failed."""
+        self.counts_R[rows_N.to(self.counts_R.device)] = self.FIRST
 
     def changed(self) -> Tensor:
         """Rows that changed, ascending, on the CPU."""

@@ -28,7 +28,7 @@ from thermocline.errors import BadInput
 
 from .served_model import ServableModel, ShardStatus, TensorMetadata
 from .tables.lookup import LookupResult
-from .tables.shard_group import ShardGroup
+from .tables.served_tables import ServedTables
 from .tables.version import TableVersion
 
 Array = NDArray[Any]
@@ -38,7 +38,7 @@ DENSE, SCORE, HISTORY, CANDIDATES = "dense", "score", "history", "candidates"
 class RankingModel:
     """A served model that scores candidates. Raises `BadInput` if the checkpoint has no ranking model."""
 
-    def __init__(self, group: ShardGroup, name: str = "rank") -> None:
+    def __init__(self, group: ServedTables, name: str = "rank") -> None:
         self.group, self.name = group, name
         self.outputs = [TensorMetadata(SCORE, "FP32", (-1,))]
         self._scored: Mapping[str, Tensor] | None = None  # of the scorer; a version would seem to be read
@@ -78,7 +78,7 @@ class RankingModel:
             results[number] = LookupResult({SCORE: scores_N.numpy()}, version.name)
         return [results[number] for number in range(len(requests))]
 
-    def shards(self) -> list[ShardStatus]:
+    def shards(self) -> Sequence[ShardStatus]:
         """The shards of the group."""
         return self.group.shards()
 
@@ -88,7 +88,7 @@ class RankingModel:
 
 def companion_models(model: ServableModel) -> list[ServableModel]:
     """The ranking model of a group whose checkpoint has one: `rank`, or `NAME-rank`."""
-    if not isinstance(model, ShardGroup) or not {"top.0.weight", "encoder.positions"} & model.current.dense.keys():
+    if not isinstance(model, ServedTables) or not {"top.0.weight", "encoder.positions"} & model.current.dense.keys():
         return []
     return [RankingModel(model, "rank" if model.name == "tables" else f"{model.name}-rank")]
 

@@ -214,7 +214,7 @@ def test_replicas_are_forced_where_it_is_asked_what_tiers_are_worth() -> None:
 
 def test_a_run_without_overlap_is_compared_with_a_step_without_prefetch() -> None:
     links = Links(node=Link(bandwidth=1e9, latency=1e-4), cluster=Link(bandwidth=1e8, latency=1e-3))
-    cluster = Topology(nodes=2, gpus_per_node=2, gpu=GpuSpec(memory=10**9, bandwidth=1e11), links=links)
+    cluster = Topology(nodes=2, gpus_per_node=2, gpu=GpuSpec(memory=10**9, bandwidth=1e11), links=links, backend="gloo")
     table, heat = {"name": "item", "rows": 1000, "dim": 16, "pooling": "none", "precision": "fp32"}, Curve.zipf(1000, 1.0, 1e6)
     given = [TablesConfig.model_validate({"batch": 64, "dense": dense, "tables": [table]}) for dense in ("1s", "0s")]
     hides, apart = (make_baseline_plan("row-wise", each, {"item": heat}, cluster) for each in given)

@@ -52,7 +52,7 @@ def test_clients_without_a_server_raise_and_do_not_wait_for_ever():
         closed.bind(("127.0.0.1", 0))  # and does not listen
         job = {"address": f"127.0.0.1:{closed.getsockname()[1]}", "pid": os.getpid(), "clients": 2, "seconds": 0.1}
         with pytest.raises(grpc.aio.AioRpcError, check=lambda error: error.code() is grpc.StatusCode.UNAVAILABLE):
-            asyncio.run(asyncio.wait_for(measure({**job, "ids": 3, "rows": 101, "feature": "t"}), 120))
+            asyncio.run(asyncio.wait_for(measure({**job, "ids": 3, "rows": 101, "features": ["t"]}), 120))
 
 
 def test_a_peer_that_is_not_there_or_does_not_start_is_recorded():

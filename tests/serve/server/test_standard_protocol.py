@@ -14,8 +14,11 @@ import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from fake_server import PATIENCE_S, values_of
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from tritonclient.utils import InferenceServerException
 
+from thermocline.heat.text_ids import id_of_text
 from thermocline.serve.protocol import schema
+from thermocline.serve.protocol.grpc_messages import read_request
 from thermocline.serve.server import grpc_standard
 from thermocline.serve.server.config import Credentials
 
@@ -112,6 +115,34 @@ def test_ids_of_every_integer_type_give_the_same_rows(served, client, kind):
     address = served.grpc if client is triton else served.http
     found = client.InferenceServerClient(address).infer("tables", [data]).as_numpy("user")
     np.testing.assert_array_equal(found, values_of(1, "user")[ids.astype(np.int64)])
+
+
+TEXTS = ["", "tea", "grüner Tee", "x" * 70_000]
+
+
+@pytest.mark.parametrize("client", [triton, triton_http])
+def test_texts_become_the_ids_of_the_logs(served, client):
+    for text in TEXTS:
+        data = client.InferInput("user", [2], "BYTES")
+        data.set_data_from_numpy(np.array([text, text], np.object_))
+        address = served.grpc if client is triton else served.http
+        with pytest.raises(InferenceServerException) as caught:  # these tables have few rows, and the error names the id
+            client.InferenceServerClient(address).infer("tables", [data])
+        assert str(id_of_text(text)) in str(caught.value)
+    status, error = post(served.http, "/v2/models/tables/infer", {"inputs": [texts("tea", "mate")]})
+    assert status == 400 and str(id_of_text("tea")).encode() in error
+    typed = schema.ModelInferRequest(model_name="tables")
+    typed.inputs.add(name="user", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"mate")
+    assert read_request(typed.SerializeToString()).inputs["user"].tolist() == [id_of_text("mate")]
+
+
+def texts(*given, name="user"):
+    return {"name": name, "shape": [len(given)], "datatype": "BYTES", "data": list(given)}
+
+
+def test_only_ids_are_texts(served):
+    for tensor in (texts("tea", 3), texts("tea", "mate", name="user.offsets"), texts("tea") | {"data": "tea"}):
+        assert post(served.http, "/v2/models/tables/infer", {"inputs": [tensor]})[0] == 400
 
 
 def test_a_request_whose_timeout_passed_in_the_queue_is_not_executed(serve):

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from thermocline.checkpoint.format.tensor_files import explain_write_errors
 from thermocline.errors import BadPublish, open_regular
 
-from .part import PublishPart, dense_of, merge_parts
+from .part import PublishPart, dense_of, merge_parts, moved_ids
 from .row_delta import merge_deltas
 
 if TYPE_CHECKING:
@@ -128,10 +129,15 @@ class PublishLog:
             if each.number <= last.number - _MERGED and each.number - each.since < _MERGED and _is_merged(each, own):
                 each.path.unlink(missing_ok=True)
         few = [each for each in own if last.number - _MERGED < each.number <= last.number]
-        if few and few[0].since <= last.number - _MERGED and sum(each.path.stat().st_size for each in few) <= _MERGED_BYTES:
+        with suppress(FileNotFoundError):  # another rank removes what a save contains
+            self._merge(few, last.number - _MERGED)
+
+    def _merge(self, few: list[LoggedPart], number: int) -> None:
+        if few and few[0].since <= number and sum(each.path.stat().st_size for each in few) <= _MERGED_BYTES:
             parts = [read_part(each.path) for each in few]
             deltas = {name: merge_deltas(each) for name, each in merge_parts(parts).items()}
-            self.append(replace(parts[-1], since=parts[0].since, deltas=deltas, dense=dict(dense_of(parts))))
+            dense, ids = dict(dense_of(parts)), moved_ids(parts)
+            self.append(replace(parts[-1], since=parts[0].since, deltas=deltas, dense=dense, ids=ids))
 
     def prune(self, number: int) -> None:
         """Remove what a save contains: publishes up to `number`."""

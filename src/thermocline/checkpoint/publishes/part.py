@@ -1,7 +1,8 @@
 """One rank's part of a publish: changed rows as stored, with what a server needs to refuse a bad one.
 
     part      size of JSON (8 bytes), JSON, arrays in the order of the JSON, each padded to 8 bytes
-    JSON      the fields of `PublishPart`; of each table rows, row bytes and meta words; of each dense tensor dtype and shape
+    JSON      the fields of `PublishPart`; of each table rows, row bytes and meta words; of each table with elastic ids the rows
+              that got other ids; of each dense tensor dtype and shape
 
 The same bytes go over a connection and into the log of the checkpoint folder. A part with `since` s and `number` n has all rows
 that changed after publish s: it fits a server whose publish is from s to n - 1. Parts of all ranks make a publish.
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import BadPublish
+from thermocline.ids.elastic import MovedIds
 
 from .row_delta import RowDelta
 
@@ -58,6 +60,7 @@ class PublishPart:
     model: str  # signature
     deltas: Mapping[str, RowDelta]
     dense: Mapping[str, Tensor] = field(default_factory=dict)
+    ids: Mapping[str, MovedIds] = field(default_factory=dict)  # by table
     rank: int = 0
     ranks: int = 1
     at: float = 0.0  # Unix time of the step
@@ -71,10 +74,12 @@ class PublishPart:
         dense = {name: tensor.detach().cpu().contiguous() for name, tensor in self.dense.items()}
         fields = {name: getattr(self, name) for name in _NUMBERS}
         fields |= {"tables": tables, "dense": [(name, str(t.dtype)[6:], list(t.shape)) for name, t in dense.items()]}
+        fields["ids"] = [(name, len(moved.rows_K)) for name, moved in self.ids.items()]
         text = json.dumps(fields).encode()
         arrays: list[NDArray[Any]] = [np.frombuffer(text, np.uint8)]
         for each in self.deltas.values():
             arrays += [each.rows_K, each.meta_KW, each.codes_KB]
+        arrays += [tensor.numpy() for moved in self.ids.values() for tensor in moved]
         arrays += [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in dense.values()]
         pieces: list[Any] = [_SIZE.pack(len(text))]
         for array in arrays:
@@ -91,12 +96,13 @@ class PublishPart:
             fields = json.loads(bytes(memoryview(data)[_SIZE.size : _SIZE.size + size]))
             read = _Arrays(data, _SIZE.size + size + -size % 8)
             deltas = {str(name): read.delta(rows, width, words) for name, rows, width, words in fields["tables"]}
+            ids = {str(name): read.moved(rows) for name, rows in fields["ids"]}
             dense = {str(name): read.tensor(_DTYPES[dtype], shape) for name, dtype, shape in fields["dense"]}
-            if read.at != len(data) or max(len(deltas), len(dense)) > _MAX_TABLES:
+            if read.at != len(data) or max(len(deltas), len(dense), len(ids)) > _MAX_TABLES:
                 raise ValueError(f"it has {len(data)} bytes, and its header {read.at}")
             numbers = {name: kind(fields[name]) for name, kind in _NUMBERS.items()}
             waiting = tuple((float(age), float(share)) for age, share in numbers.pop("waiting"))
-            part = cls(deltas=deltas, dense=dense, waiting=waiting, **numbers)
+            part = cls(deltas=deltas, dense=dense, ids=ids, waiting=waiting, **numbers)
         except (ValueError, KeyError, TypeError, struct.error, RecursionError, OverflowError) as error:
             raise BadPublish(f"a publish is damaged: {error}", "damaged") from None
         if not (0 <= part.rank < part.ranks <= MAX_RANKS and 0 <= part.since < part.number):
@@ -141,6 +147,10 @@ class _Arrays:
     def delta(self, rows: int, width: int, words: int) -> RowDelta:
         rows_K, meta_KW = self._read(np.int64, rows), self._read(np.int32, rows, words)
         return RowDelta(rows_K, self._read(np.uint8, rows, width), meta_KW)
+
+    def moved(self, rows: int) -> MovedIds:
+        rows_K, ids_K = (self._read(np.int64, rows).copy() for _ in range(2))
+        return MovedIds(*map(torch.from_numpy, (rows_K, ids_K, self._read(np.uint8, rows) != 0)))
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         size = int(np.prod(shape, dtype=object)) * dtype.itemsize
@@ -192,6 +202,16 @@ def merge_parts(parts: Sequence[PublishPart]) -> dict[str, list[RowDelta]]:
         for name, delta in part.deltas.items():
             if len(delta.rows_K):
                 found.setdefault(name, []).append(delta)
+    return found
+
+
+def moved_ids(parts: Sequence[PublishPart]) -> dict[str, MovedIds]:
+    """Ids of several parts that moved, by table; later ones win."""
+    found: dict[str, MovedIds] = {}
+    for part in parts:
+        for name, moved in part.ids.items():
+            if len(moved.rows_K):
+                found[name] = found[name].merged(moved) if name in found else moved
     return found
 
 

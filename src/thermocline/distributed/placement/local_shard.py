@@ -75,7 +75,7 @@ class LocalShard:
         self.kinds = 3 if any(part.int8_slots for part in row_index.parts) else 2  # on any rank
         self._slots_by_tier = {tier: self._slots_of(tier) for tier in (1, 2, 3)}
         self.sums_KF = self.fields_KF.clone()  # of pooled sums, which travel as gradients do
-        self.sums_KF[:, GRADIENT] = torch.tensor([part.sum_bytes // part.dim for part in row_index.parts])
+        self.sums_KF[:, GRADIENT] = torch.tensor([part.sum_bytes // part.dim for part in row_index.parts], dtype=torch.int64)
         self._pooled = {k: self._part_layout(k) for k, part in enumerate(row_index.parts) if part.owner_pooled}
 
     def local(self, where: RowLocations) -> list[tuple[int, Tensor, Tensor]]:

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thermocline import formats as F
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import addresses, helper, kernel
+from thermocline.kernels.cpu.rows import CACHED, CACHED_INT8, PAD, meta_bytes, row_bytes
 from thermocline.kernels.cpu.vectors import (
     equal_bytes,
     get_f32,
@@ -25,18 +27,22 @@ from thermocline.kernels.cpu.vectors import (
     put_u8,
     put_u32,
 )
+from thermocline.kernels.cpu.write_row import measure_row, write_row
 from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids.cpu import hash_id, mix, reduce_to
 from thermocline.kernels.ids.reference import hash_ids
 
-from .fields import BUCKET, CELLS, DEPTH, MOST, KeyArrays, KeyRules
+from .fields import BUCKET, CELLS, DEPTH, MOST, KeyArrays, KeyRules, TableRows, slot_shifts
 from .reference import placing_order
 
 CHUNK = 8192
 AHEAD = 16  # ids by which keys are fetched early, and tags twice as many
+BEGIN_CHUNK = 512  # rows
+_SCALE, _ONE = np.float32(2.0**-23), np.float32(1.0)
 _GOLDEN = np.uint64(M.GOLDEN)
 _40, _255 = np.uint64(40), np.uint64(255)
 _PINNED = 0xFFFFFFFF
+_NO_ROW = 1 << 50
 
 
 @helper
@@ -89,20 +95,29 @@ def _find(keys, tags, rows, shared, key, ids, found, missed, first, last):
 
 
 @helper
-def _score(last, heat, row, half_life, step):
-    halvings = step // half_life - get_u32(last, row) // half_life
-    return get_u8(heat, row) >> min(halvings, 8)
+def _score(used, lookups, half_life, edge):
+    """Heat at a step of which `edge` is the last multiple of `half_life`. Comparisons instead of a division."""
+    age, halvings = edge - used, 0
+    for n in range(8):
+        halvings += age > n * half_life
+    return lookups >> halvings
 
 
 @kernel("void(" + ", ".join(["int64"] * 8) + ")")
 def _touch(last, heat, half_life, rows, count, step, low, high):
     """Count the lookups of rows `low` to `high` - 1."""
+    edge = step // half_life * half_life
     for i in range(count):
+        if i + AHEAD < count:
+            prefetch(last + 4 * get_i64(rows, i + AHEAD))
+            prefetch(heat + get_i64(rows, i + AHEAD))
         row = get_i64(rows, i)
-        if row < low or row >= high or get_u32(last, row) == _PINNED:
+        if row < low or row >= high:
             continue
-        lookups = get_u8(heat, row) if get_u32(last, row) == step else _score(last, heat, row, half_life, step)
-        put_u8(heat, row, min(lookups + 1, MOST))
+        used = get_u32(last, row)
+        if used == _PINNED:
+            continue
+        put_u8(heat, row, min(_score(used, get_u8(heat, row), half_life, edge) + 1, MOST))
         put_u32(last, row, step)
 
 
@@ -124,36 +139,38 @@ def _count(sketch, rows, key, ids, counts, estimates, size):
 
 
 @helper
-def _coldest(last, tags, heat, first, end, half_life, lru, step, barrier):
-    """The row of a bucket that an id takes, or -1; the first free one, else the coldest."""
-    best, best_score, best_last = np.int64(-1), np.int64(0), np.int64(0)
+def _coldest(last, tags, heat, first, end, half_life, lru, edge, barrier):
+    """(the row of a bucket that an id takes, or -1, and its heat); the first free one, else the coldest. Without branches."""
+    best = _NO_ROW
     for row in range(first, end):
-        if get_u8(tags, row) == 0:
-            return np.int64(row)
-        used = get_u32(last, row)
-        if used >= barrier:  # or pinned
-            continue
-        score = 0 if lru else _score(last, heat, row, half_life, step)
-        if best < 0 or score < best_score or (score == best_score and used < best_last):
-            best, best_score, best_last = np.int64(row), np.int64(score), np.int64(used)
-    return best
+        used, held = get_u32(last, row), get_u8(tags, row) != 0
+        score = 0 if lru else _score(used, get_u8(heat, row), half_life, edge)
+        key = (np.int64(held) << 46) | (((score << 32) | used) << 6) if held else np.int64(0)
+        key = _NO_ROW if held and used >= barrier else key  # or pinned
+        best = min(best, key | (row - first))
+    return np.int64(-1) if best >= _NO_ROW else first + (best & (BUCKET - 1)), (best >> 38) & MOST
 
 
 @kernel("void(" + ", ".join(["int64"] * 17) + ")")
 def _place(keys, last, tags, heat, rows, key, half_life, lru, ids, lookups, order, step, barrier, found, before, left, size):
+    edge = step // half_life * half_life
     for i in range(size):
+        if i + 4 < size:
+            later = reduce_to(hash_id(get_i64(ids, get_i64(order, i + 4)), key), rows) // BUCKET * BUCKET
+            prefetch(tags + later)
+            prefetch(heat + later)
+            for line in range(4):
+                prefetch(last + 4 * later + 64 * line)
         at = get_i64(order, i)
         id, mine = get_i64(ids, at), get_i64(lookups, at)
         hash = hash_id(id, key)
         first = reduce_to(hash, rows) // BUCKET * BUCKET
-        row = _coldest(last, tags, heat, first, min(first + BUCKET, rows), half_life, lru, step, barrier)
+        row, score = _coldest(last, tags, heat, first, min(first + BUCKET, rows), half_life, lru, edge, barrier)
         put_i64(found, at, -1)
         put_u8(left, at, 0)
-        if row < 0:
+        if row < 0 or score > mine:
             continue
         if get_u8(tags, row) != 0:
-            if lru == 0 and _score(last, heat, row, half_life, step) > mine:
-                continue
             put_i64(before, at, get_i64(keys, row))
             put_u8(left, at, 1)
         put_i64(found, at, row)
@@ -178,7 +195,7 @@ def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Ten
     def task(first: int, last: int) -> None:
         counts[first] = _find(keys, tags, rules.rows, rules.shared, rules.key, *lists, first, last)
 
-    threads.run_chunks(task, count, CHUNK)
+    threads.run_chunks(task, count, max(CHUNK, -(-count // (4 * torch.get_num_threads()))))
     parts = [missed_N[first : first + counts[first]] for first in sorted(counts)]
     return rows_N, parts[0] if len(parts) == 1 else torch.cat([missed_N[:0], *parts])
 
@@ -212,18 +229,57 @@ def place(
     return rows_C, before_C, left_C.bool()
 
 
-@kernel("void(" + ", ".join(["int64"] * 6) + ")")
-def _first_values(ids, key, dim, bound, values, count):
-    for i in range(count):
-        hash = hash_id(get_i64(ids, i), key)
-        for column in range(dim):
-            bits = mix(hash + np.uint64(column + 1) * _GOLDEN) >> _40
-            value = np.float32(np.int64(bits)) * np.float32(2.0**-23) - np.float32(1.0)
-            put_f32(values, i * dim + column, value * get_f32(bound, 0))
+@helper
+def _first_row(id, key, dim, bound, values):
+    """First values of the row of an id."""
+    hash = hash_id(id, key)
+    for column in range(dim):
+        bits = mix(hash + np.uint64(column + 1) * _GOLDEN) >> _40
+        put_f32(values, column, (np.float32(np.int64(bits)) * _SCALE - _ONE) * bound)
 
 
-def first_values(ids_K: Tensor, key: int, dim: int, bound: float) -> Tensor:
-    values_KD, bound_1 = torch.empty(ids_K.numel(), dim, dtype=torch.float32), torch.tensor([bound], dtype=torch.float32)
-    ids, limit, values = addresses("qff", ids_K, bound_1, values_KD)
-    _first_values(ids, key, dim, limit, values, ids_K.numel())
-    return values_KD
+@kernel("int64(" + ", ".join(["int64"] * 19) + ")")
+def _begin_rows(
+    ids, rows, key, bound, codes, meta, format, dim, owners, scores, fp32, int8, state0, size0, state1, size1, scratch,
+    first, last,
+):  # fmt: skip
+    """Begin rows `first` to `last` - 1 of a list; returns how many were cached."""
+    width, words = row_bytes(format, dim), meta_bytes(format)
+    released = np.int64(0)
+    for i in range(first, last):
+        row = get_i64(rows, i)
+        word = get_u32(meta + row * words, 0) if owners != 0 else 0
+        if word >= CACHED:
+            slot = (word & F.SLOT_BITS) + (int8 if word >= CACHED_INT8 else fp32)
+            put_i64(owners, slot, F.EMPTY)
+            put_u32(scores, slot, 0)
+            released += 1
+        _first_row(get_i64(ids, i), key, dim, get_f32(bound, 0), scratch)
+        low, high, top = measure_row(scratch, dim)
+        write_row(format, scratch, dim, low, high, top, codes + row * width, meta + row * words, 0, 0)
+        for column in range(size0):
+            put_f32(state0, row * size0 + column, np.float32(0))
+        for column in range(size1):
+            put_f32(state1, row * size1 + column, np.float32(0))
+    return released
+
+
+def begin_rows(table: TableRows, ids_K: Tensor, rows_K: Tensor, key: int, bound: float) -> None:
+    codes_RB, meta_RW, format, dim, _, cache, pool, states = table
+    lists = (*addresses("qq", ids_K, rows_K), key, *addresses("f", bound_1 := torch.tensor([bound], dtype=torch.float32)))
+    slots: tuple[int, ...] = (0, 0, 0, 0)
+    if cache is not None and pool is not None:
+        slots = (*addresses("qi", cache.rows, cache.scores), *slot_shifts(pool[1]))
+    sizes = [each.numel() // each.shape[0] for each in states]
+    state = [n for each, size in zip(addresses("f" * len(states), *states), sizes, strict=True) for n in (each, size)]
+    where = (*addresses("Bi", codes_RB, meta_RW), format, dim, *slots, *(*state, 0, 0, 0, 0)[:4])
+    released = []
+
+    def task(first: int, last: int) -> None:
+        scratch = np.empty(F.MAX_DIM + PAD, dtype=np.float32)
+        released.append(_begin_rows(*lists, *where, *addresses("f", scratch), first, last))
+
+    threads.run_chunks(task, ids_K.numel(), BEGIN_CHUNK)
+    del bound_1
+    if cache is not None and pool is not None and (count := sum(released)):
+        cache.ledger[pool[0], F.EVICTIONS] += count

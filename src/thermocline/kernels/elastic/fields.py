@@ -12,9 +12,12 @@ included, lies with its bucket, so that ranks can share the buckets of a table: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+
+from thermocline.kernels.layout import Cache, Pool
 
 BUCKET = 64  # rows of a bucket: their tags are one cache line
 DEPTH = 4  # counters of an id in the sketch
@@ -22,6 +25,11 @@ CELLS = 32  # counters of a bucket in each of DEPTH lines: its part of the sketc
 MOST = 255  # counts are bytes that stop here
 PINNED = -1  # in place of the last step
 BYTES_PER_ROW = 16  # keys 8, last 4, tags 1, heat 1, sketch 2
+# Counts of a key table. BARRIER is the step since which rows are in use, WINDOW counts towards the next halving of the sketch.
+(
+    ADMITTED, EVICTED, EXPIRED, REFUSED, DROPPED, LOOKUPS, SHARED, EVAL_LOOKUPS, EVAL_SHARED, WAITING, STEPS,
+    BARRIER, WINDOW,
+) = range(13)  # fmt: skip
 
 
 class KeyArrays(NamedTuple):
@@ -48,3 +56,45 @@ class KeyRules(NamedTuple):
     def width(self) -> int:
         """Counted lookups of ids without a row, after which the counters of the sketch halve."""
         return CELLS * -(-self.rows // BUCKET)
+
+
+FIND, READ, READ_TO_TRAIN, STEP, PROTECTED_STEP = range(5)  # kinds of lookups on a GPU
+
+
+class GpuBatch(NamedTuple):
+    """Ids of all features, feature-major, of which those of some features belong to a key table."""
+
+    ids_N: Tensor
+    offsets: Tensor
+    users_F: Tensor  # int32: whether the ids of a feature belong; one feature always does
+    rows_N: Tensor  # their rows are written here
+    first: int = 0  # added to them
+
+
+class GpuMoves(NamedTuple):
+    """The ids that got rows in a step on a GPU: the first `numbers[0]` entries, in any order."""
+
+    ids_C: Tensor
+    rows_C: Tensor
+    before_C: Tensor  # the ids that had the rows
+    left_C: Tensor  # int32: whether there was one
+    numbers: Tensor
+    key: Tensor  # of the hash
+
+
+class TableRows(NamedTuple):
+    """The rows of one table, as far as a new id changes them."""
+
+    codes_RB: Tensor
+    meta_RW: Tensor
+    format: int
+    dim: int
+    row: int  # arena row of the first
+    cache: Cache | None
+    pool: tuple[int, Pool] | None  # that caches rows of the table, with its number
+    states: Sequence[Tensor]  # of the optimizer: a line of numbers for each row
+
+
+def slot_shifts(pool: Pool) -> tuple[int, int]:
+    """What is added to the numbers in pointers to fp32 slots and to int8 slots, for the places of these slots in the cache."""
+    return pool.slot - pool.base, pool.slot + pool.fp32_slots - pool.int8_base

@@ -19,10 +19,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thermocline import formats as F
 from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids.reference import hash_ids, reduce_to, right, signed, splitmix64
+from thermocline.kernels.quantize.reference import quantize_rows
+from thermocline.kernels.slots import slots_of
 
-from .fields import BUCKET, CELLS, DEPTH, MOST, PINNED, KeyArrays, KeyRules
+from .fields import BUCKET, CELLS, DEPTH, MOST, PINNED, KeyArrays, KeyRules, TableRows
 
 
 def as_bytes(words: Tensor) -> Tensor:
@@ -122,3 +125,16 @@ def first_values(ids_K: Tensor, key: int, dim: int, bound: float) -> Tensor:
     columns = torch.arange(1, dim + 1, device=ids_K.device) * signed(M.GOLDEN)
     bits_KD = right(splitmix64(hash_ids(ids_K, key)[:, None] + columns), 40)
     return (bits_KD.float() * 2.0**-23 - 1.0) * bound
+
+
+def begin_rows(table: TableRows, ids_K: Tensor, rows_K: Tensor, key: int, bound: float) -> None:
+    """Begin distinct rows of a table, which new ids have now. What the cache holds of them is forgotten."""
+    codes_RB, meta_RW, format, dim, _, cache, pool, states = table
+    if cache is not None and pool is not None:
+        words_K = meta_RW[rows_K, 0]
+        slots_K = pool[1].slot + slots_of(pool[1], words_K[words_K < 0])
+        cache.rows[slots_K], cache.scores[slots_K] = F.EMPTY, 0
+        cache.ledger[pool[0], F.EVICTIONS] += slots_K.numel()
+    codes_RB[rows_K], meta_RW[rows_K] = quantize_rows(first_values(ids_K, key, dim, bound), format, None, None)
+    for state in states:
+        state[rows_K] = 0.0

@@ -64,7 +64,7 @@ def from_torchrec(
     given: TorchArguments = {"device": next(iter(weights.values())).device, **torch_arguments}
     ours = EmbeddingCollection(tables, mode=modes.pop(), rows=rows, **given)
     with torch.no_grad():
-        for table in tables:
+        for table in tables if ours.arena.device.type != "meta" else ():
             rows_R = torch.arange(table.rows, device=weights[table.name].device)
             ours.set_rows(table.name, rows_R, weights[table.name].detach().float())
     return ours.train(theirs.training)

@@ -42,6 +42,7 @@ class Cluster:
     node_peak: float = 0.0  # rate of one GPU while the others of its node are idle; 0: node_rate
     cluster_peak: float = 0.0
     overlaps: bool = True  # exchanges run behind the dense part
+    faster_N: tuple[float, ...] = ()  # memory rates of the GPUs of each node over `memory_rate`, which is the least
 
     @property
     def world_size(self) -> int:
@@ -51,12 +52,20 @@ class Cluster:
     def of(cls, topology: Topology, id_bytes: int = ID_BYTES) -> Cluster:
         links = topology.links
         far = links.cluster or links.node  # a topology of several nodes has links between them
+        rates_N = [gpu.bandwidth for gpu in topology.gpus]
+        least = min(rates_N)
         return cls(
-            topology.nodes, topology.gpus_per_node, topology.gpu.bandwidth,
+            topology.nodes, topology.gpus_per_node, least,
             links.node.bandwidth, far.bandwidth, links.node.latency, far.latency,
             links.host.bandwidth if links.host else 0.0, id_bytes,
             links.node.peak(topology.gpus_per_node), far.peak(topology.gpus_per_node), topology.overlaps,
+            tuple(rate / least for rate in rates_N),
         )  # fmt: skip
+
+    @property
+    def speed_R(self) -> Floats:
+        """The memory rate of every rank over that of the slowest."""
+        return np.repeat(self.faster_N or (1.0,) * self.nodes, self.gpus_per_node)
 
     @property
     def seconds_L(self) -> Floats:

@@ -6,7 +6,7 @@ T tables, K steps of the longest curve, three tiers. Steps beyond the end of a s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
@@ -79,6 +79,7 @@ class Workload:
     gradient: str | None
     below: float = 0.0
     sums: str = "fp32"  # precision of pooled sums on the wire
+    spare_R: Floats = field(default_factory=lambda: np.zeros(1))  # room of each rank beyond `budget`, that of the smallest
 
     def step(self, exposed: Seconds, hidden: Seconds, prefetch_wait: Seconds) -> Seconds:
         """Seconds of a step or request: the shorter of a step with prefetch and a step without.

@@ -49,7 +49,7 @@ def assemble(
         objective=_OBJECTIVE[goal],
         heat=request.heat_sha256,
         topology=request.topology,
-        budget=workload.budget,
+        budget=request.cap,
         batch=given.batch,
         dense=given.dense,
         optimizer=given.optimizer,
@@ -170,8 +170,8 @@ def _ranks(problem: Problem, best: Score, costs: Sequence[TableCost]) -> tuple[M
     table_wise: dict[int, list[int]] = {}
     for table in np.flatnonzero(rank_T >= 0):
         table_wise.setdefault(int(rank_T[table]), []).append(int(table))
-    groups, grid = [], problem.grid
-    for held, run in groupby(range(ranks), key=lambda rank: tuple(table_wise.get(rank, ()))):
+    groups, grid, spare_R = [], problem.grid, np.broadcast_to(problem.workload.spare_R, ranks)
+    for (held, _), run in groupby(range(ranks), key=lambda rank: (tuple(table_wise.get(rank, ())), spare_R[rank])):
         numbers = list(run)
         each = everywhere + sum((costs[table].bytes for table in held), np.zeros(len(M.MEMORY_PARTS)))
         others = [table for table in np.flatnonzero(rank_T >= 0) if table not in held]
@@ -200,7 +200,9 @@ def _step(problem: Problem, best: Score, costs: Sequence[TableCost], batch: int)
     total = sum((c.seconds for c, rank in zip(costs, solution.rank, strict=True) if rank < 0), np.zeros(6))
     at = np.flatnonzero(solution.rank >= 0)
     packed = pack_on(problem, at, solution.rank[at])
-    busiest = packed.local_R[:, int(np.argmax(packed.local_R.sum(axis=0)))]
+    fixed = problem.fixed.sum(axis=1)
+    memory_R = (fixed[:, None] + packed.local_R) / workload.cluster.speed_R
+    busiest = memory_R[:, int(np.argmax(memory_R.sum(axis=0)))] - fixed
     total[[T.LOOKUP, T.UPDATE]] += busiest + problem.fixed[:, at].sum(axis=1)
     total[[T.SEND_IDS, T.SEND_ROWS, T.SEND_GRADIENTS, T.SEND_SYNC]] += packed.seconds
     excess = problem.hot_owner.loads(solution.choice, solution.second).excess()

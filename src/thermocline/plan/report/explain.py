@@ -210,12 +210,12 @@ def binding_words(table: TablePlan) -> str:
 
 def verdict(plan: Plan) -> str:
     """The plan in one sentence."""
-    fullest, step = plan.fullest_rank.total, plan.step
+    fullest, step = plan.fullest_rank.total / plan.budget_of(plan.fullest_rank), plan.step
     what = "training step" if plan.goal == "train" else "request"
     rivals = [other.time for other in plan.candidates if other.time is not None and other.time > step.total * (1 + EQUAL)]
     ahead = f", {max(rivals) / step.total:.2f}x faster than the slowest candidate that fits" if rivals else ""
     return (
-        f"The tables fit, with {share(fullest / plan.budget)} of the budget on the fullest GPU, and a {what} is predicted to "
+        f"The tables fit, with {share(fullest)} of the budget on the fullest GPU, and a {what} is predicted to "
         f"take {seconds(step.total)}{ahead}."
     )
 
@@ -277,12 +277,14 @@ def step_rows(plan: Plan) -> list[Sequence[object]]:
 def memory_rows(plan: Plan) -> list[Sequence[object]]:
     """The fullest rank, the mean and the emptiest, against the budget."""
     ranks = sum(rank.count for rank in plan.ranks)
+    room = sum(rank.count * plan.budget_of(rank) for rank in plan.ranks) / ranks
+    least = min(plan.ranks, key=lambda rank: rank.total)
     found = {
-        f"fullest (rank {plan.fullest_rank.first})": plan.fullest_rank.total,
-        "mean": total_bytes(plan) / ranks,
-        "emptiest": min(rank.total for rank in plan.ranks),
+        f"fullest (rank {plan.fullest_rank.first})": (plan.fullest_rank.total, plan.budget_of(plan.fullest_rank)),
+        "mean": (total_bytes(plan) / ranks, room),
+        "emptiest": (least.total, plan.budget_of(least)),
     }
-    rows: list[Sequence[object]] = [(name, size(held), share(held / plan.budget)) for name, held in found.items()]
+    rows: list[Sequence[object]] = [(name, size(held), share(held / of)) for name, (held, of) in found.items()]
     return [*rows, ("budget", size(plan.budget), "")]
 
 

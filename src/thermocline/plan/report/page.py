@@ -79,7 +79,7 @@ def _facts(plan: Plan) -> Html:
             "predicted step" if plan.goal == "train" else "predicted request": seconds(step.total),
             "beyond the dense part": seconds(step.exposed),
             "samples per second": count(round(step.throughput)),
-            "fullest GPU, of its budget": f"{size(fullest)}, {share(fullest / plan.budget)}",
+            "fullest GPU, of its budget": f"{size(fullest)}, {share(fullest / plan.budget_of(plan.fullest_rank))}",
             "all GPUs": size(E.total_bytes(plan)),
             "sent between nodes per GPU and step": size(plan.bytes_over("cluster")),
             "busiest GPU over mean": f"{plan.balance:.3f}",

@@ -179,7 +179,7 @@ def plan_binding(problem: Problem, best: Score, search: Search, saves: float) ->
     """The constraint that binds the whole plan; `saves` are the seconds per step that more memory would save."""
     workload, solution = problem.workload, best.solution
     if _memory_bound(problem, best, search, saves):
-        rank = int(np.argmax(best.bytes_R))
+        rank = best.fullest
         return f"{MEMORY} ({show_bytes(best.peak_bytes)} of {show_bytes(workload.budget)} on rank {rank})"
     if workload.overlaps and best.hidden >= 0.98 * workload.dense > 0:
         return f"{HIDING} ({best.hidden * 1e3:.3g} ms of ids and rows, {workload.dense * 1e3:.3g} ms of dense compute)"

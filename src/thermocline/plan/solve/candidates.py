@@ -7,7 +7,7 @@ packed after they were chosen, and a few large ones would leave most ranks idle:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -86,9 +86,10 @@ def unique_solutions(scores: list[tuple[str, Score]]) -> list[tuple[str, Score]]
     return list(first.values())
 
 
-def solve(problem: Problem) -> tuple[list[tuple[str, Score]], Search | None]:
-    """All candidates, the best that fits first; and the search that found the best, for its prices (None if nothing fits)."""
-    scores = list(baseline_plans(problem))
+def solve(problem: Problem, rivals: Sequence[tuple[str, Score]] = ()) -> tuple[list[tuple[str, Score]], Search | None]:
+    """All candidates, `rivals` among them, the best that fits first; and the search that found the best, for its prices (None
+    if nothing fits)."""
+    scores = [*baseline_plans(problem), *rivals]
     budget = problem.workload.budget
     fitting = [found.time for _, found in scores if found.peak_bytes <= budget]
     step = min(fitting, default=min(found.time for _, found in scores))

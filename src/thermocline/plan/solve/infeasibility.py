@@ -26,7 +26,7 @@ HASH_SHARES = tuple(2.0**-n for n in range(1, 11))  # of the bytes of all rows
 def infeasible_error(request: PlanRequest, problem: Problem) -> BadInput:
     """The error for tables that no plan fits onto the GPUs: fields `rank`, `needed`, `available`, `table` and `remedies`."""
     least = min((found for _, found in baseline_plans(problem)), key=lambda found: found.peak_bytes)
-    rank, needed, available = int(np.argmax(least.bytes_R)), ceil(least.peak_bytes), problem.workload.budget
+    rank, needed, available = least.fullest, ceil(least.peak_bytes), problem.workload.budget
     tables, rows = request.tables.tables, [stats.curve.rows for stats in request.stats]
     sizes = [stored_bytes(n, t.dim, p, 0) for n, t, p in zip(rows, tables, request.precisions, strict=True)]
     largest = tables[int(np.argmax(sizes))].name
@@ -67,7 +67,7 @@ def _bytes_per_rank(request: PlanRequest, problem: Problem, rows: Sequence[float
 def _remedies(request: PlanRequest, problem: Problem, needed: float, buffers: float) -> list[str]:
     """Changes that would make the tables fit, with sizes: fewer bits, no unseen rows, smaller batches, then hardware."""
     remedies, topology = [], request.topology
-    room, memory, ranks = problem.workload.budget, topology.gpu.memory, topology.world_size
+    room, memory, ranks = problem.workload.budget, min(gpu.memory for gpu in topology.gpus), topology.world_size
 
     def fits(size: float, limit: float = room) -> str:
         return "" if size <= limit else ", not enough alone"

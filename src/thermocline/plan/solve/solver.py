@@ -109,11 +109,17 @@ class Score:
     hidden: float  # of a step with prefetch
     bytes_R: Floats
     solution: Solution
+    spare_R: Floats
+
+    @property
+    def fullest(self) -> int:
+        """The rank with least room left."""
+        return int(np.argmax(self.bytes_R - self.spare_R))
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of the fullest rank, without floating-point noise."""
-        return round(float(self.bytes_R.max()), 3)
+        """Bytes of the fullest rank, less what it may hold beyond the budget, without floating-point noise."""
+        return round(float((self.bytes_R - self.spare_R).max()), 3)
 
 
 def choice_costs(problem: Problem, allowed: Mask, mu: float, lam: float) -> tuple[Floats, Ints, Ints]:
@@ -170,21 +176,23 @@ def split_map_bytes(grid: Grid, table: int | Ints, first: Ints, second: Ints) ->
     return np.asarray(one + two, np.float64)
 
 
-def score(problem: Problem, choice: Ints, first: Ints, second: Ints) -> Score:
-    """The exact cost of a choice for every table, with table-wise tables packed onto ranks."""
+def score(problem: Problem, choice: Ints, first: Ints, second: Ints, owners: Ints | None = None) -> Score:
+    """The exact cost of a choice for every table, with table-wise tables on their `owners`, or packed onto ranks."""
     exposed_T, hidden_T, bytes_T = split_sums(problem, choice, first, second)
     at = np.flatnonzero(choice == TABLE_WISE)
     taken = float(bytes_T.sum() + problem.grid.id_maps.sum() + problem.table_wise.requested[at].sum())
-    packed = pack(problem, at, taken)
+    packed = pack(problem, at, taken) if owners is None else pack_on(problem, at, owners[at])
     rank = np.full(len(choice), -1)
     rank[at] = packed.rank
     kinds = np.logical_or.reduce(row_kind_masks(problem, choice, first, second), axis=1, keepdims=True)
     exposed_wait, hidden_wait, prefetch_wait = latency(problem, kinds)[:, 0]
     excess_ids, excess = split_off_ids(problem.hot_owner.loads(choice, second).excess())
-    exposed = float(problem.fixed.sum() + exposed_T.sum() + packed.exposed + exposed_wait + excess)
+    memory_R = (problem.fixed.sum() + packed.local_R.sum(axis=0)) / problem.workload.cluster.speed_R
+    exposed = float(memory_R.max() + exposed_T.sum() + packed.exposed + exposed_wait + excess)
     hidden = float(hidden_T.sum() + packed.hidden + hidden_wait + excess_ids)
     time = float(problem.workload.step(exposed, hidden, float(prefetch_wait)))
-    return Score(time, exposed, hidden, taken + packed.bytes_R, Solution(choice, first, second, rank))
+    solution = Solution(choice, first, second, rank)
+    return Score(time, exposed, hidden, taken + packed.bytes_R, solution, problem.workload.spare_R)
 
 
 def split_off_ids(excess: Floats) -> tuple[Floats, Floats]:
@@ -202,7 +210,8 @@ class Packed(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        return float(self.local_R.sum(axis=0).max() + self.seconds[ROWS] + self.seconds[GRADIENTS])
+        """Seconds in exchanges that nothing hides."""
+        return float(self.seconds[ROWS] + self.seconds[GRADIENTS])
 
     @property
     def hidden(self) -> float:
@@ -215,14 +224,15 @@ def pack(problem: Problem, at: Ints, taken: float) -> Packed:
     ranks, gpus = cluster.world_size, cluster.gpus_per_node
     load_R, node_R, bytes_R = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)  # `node_R`: of its node, the mean of its ranks
     placed = np.zeros(len(at), np.int64)
-    room = problem.workload.budget - taken
+    room_R = problem.workload.budget + problem.workload.spare_R - taken
+    slower_R = 1 / cluster.speed_R
     by_load, by_bytes = cost.exposed[at], cost.bytes[at]
     weight = by_load / max(by_load.sum(), 1e-30) + by_bytes / max(by_bytes.sum(), 1.0)
     for n in np.argsort(-weight, kind="stable"):
         table = at[n]
-        fits = bytes_R + cost.bytes[table] <= room
-        busy_R = np.maximum(load_R, node_R) + 1e-3 * load_R
-        to = int(np.argmin(np.where(fits, busy_R, np.inf)) if fits.any() else np.argmin(bytes_R))
+        fits = bytes_R + cost.bytes[table] <= room_R
+        busy_R = (np.maximum(load_R, node_R) + 1e-3 * load_R + 1e-6 * cost.exposed[table]) * slower_R
+        to = int(np.argmin(np.where(fits, busy_R, np.inf)) if fits.any() else np.argmax(room_R - bytes_R))
         placed[n] = to
         load_R[to] += cost.exposed[table]
         node_R[to // gpus * gpus : to // gpus * gpus + gpus] += cost.mean[table] * cluster.nodes

@@ -36,7 +36,8 @@ _STREAMED = b"\x12"  # field 2 of ModelStreamInferResponse, length-delimited
 
 # Datatype -> field of InferTensorContents. FP16 has none.
 _CONTENTS = {
-    "BOOL": "bool_contents", "FP32": "fp32_contents", "FP64": "fp64_contents", "INT64": "int64_contents",
+    "BOOL": "bool_contents", "BYTES": "bytes_contents", "FP32": "fp32_contents", "FP64": "fp64_contents",
+    "INT64": "int64_contents",
     "UINT64": "uint64_contents", **{f"INT{bits}": "int_contents" for bits in (8, 16, 32)},
     **{f"UINT{bits}": "uint_contents" for bits in (8, 16, 32)},
 }  # fmt: skip
@@ -71,7 +72,7 @@ def read_request(data: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> InferRe
             refuse_unsupported(tensor.parameters)
         if name in inputs:
             raise BadInput(f"input {name!r} occurs twice", parameter=name)
-        inputs[name] = from_bytes(name, tensor.datatype, tensor.shape, raw[at]) if raw else _from_contents(tensor)
+        inputs[name] = from_bytes(name, tensor.datatype, tensor.shape, raw[at], limits) if raw else _from_contents(tensor)
     for wanted in message.outputs:
         if wanted.parameters:
             refuse_unsupported(wanted.parameters)

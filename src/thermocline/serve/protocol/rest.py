@@ -59,7 +59,7 @@ def read_request(
     inputs: dict[str, Array] = {}
     rest = memoryview(body)[length:]
     for tensor in tensors:
-        name, array, rest = _read_input(tensor, rest)
+        name, array, rest = _read_input(tensor, rest, limits)
         if name in inputs:
             raise BadInput(f"input {name!r} occurs twice", parameter=name)
         inputs[name] = array
@@ -89,7 +89,7 @@ def read_json(body: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> dict[str, 
     return content
 
 
-def _read_input(tensor: object, rest: memoryview) -> tuple[str, Array, memoryview]:
+def _read_input(tensor: object, rest: memoryview, limits: RequestLimits) -> tuple[str, Array, memoryview]:
     """One input, and the bytes that follow its own."""
     if not isinstance(tensor, dict):
         raise BadInput("every input must be an object with name, shape, datatype and data", parameter="inputs")
@@ -106,7 +106,7 @@ def _read_input(tensor: object, rest: memoryview) -> tuple[str, Array, memoryvie
     if type(size) is not int or not 0 <= size <= len(rest):
         words = f"input {name!r}: binary_data_size is {str(size)[:20]}, but {len(rest)} bytes follow the JSON"
         raise BadInput(words, parameter=name)
-    return name, from_bytes(name, datatype, shape, rest[:size]), rest[size:]
+    return name, from_bytes(name, datatype, shape, rest[:size], limits), rest[size:]
 
 
 def _read_outputs(wanted: object, binary: bool) -> tuple[tuple[str, ...], Binary]:

@@ -1,20 +1,21 @@
 """Tensors of the Open Inference Protocol: a datatype, a shape, and little-endian bytes in row-major order.
 
-Arrays are read-only views of the request's bytes, copied only where the bytes are not aligned. BYTES and BF16 are refused: no
-model here takes them.
+Arrays are read-only views of the request's bytes, copied only where the bytes are not aligned. BYTES are texts: each becomes
+its id (`heat/text_ids.py`), an INT64, which hashed and pruned id maps take. BF16 is refused: no model here takes it.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from thermocline.errors import BadInput
+from thermocline.heat.text_ids import id_of_text
 
 Array = npt.NDArray[Any]
 
@@ -27,6 +28,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
 }
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
+TEXT = "BYTES"
 PIECE = 1 << 13  # values that are converted at once
 UNSUPPORTED = ("shared_memory_region", "classification", "sequence_id")  # parameters of Triton's extensions
 
@@ -88,12 +90,19 @@ def dtype_of(name: str, datatype: str) -> np.dtype[Any]:
     """The numpy dtype of an input's datatype."""
     found = DTYPES.get(datatype)
     if found is None:
-        raise BadInput(f"input {name!r} has datatype {datatype[:20]!r}; use one of {', '.join(DTYPES)}", parameter=name)
+        raise BadInput(
+            f"input {name!r} has datatype {datatype[:20]!r}; use one of {', '.join((*DTYPES, TEXT))}", parameter=name
+        )
     return found
 
 
-def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes | memoryview) -> Array:
+def from_bytes(
+    name: str, datatype: str, shape: Sequence[int], raw: bytes | memoryview, limits: RequestLimits = DEFAULT_LIMITS
+) -> Array:  # fmt: skip
     """An array over `raw`, whose length must match the shape."""
+    if datatype == TEXT:
+        refuse_count("values", _element_count(name, shape), limits.values)
+        return _ids_of(name, shape, list(_texts(name, raw, _element_count(name, shape))))
     dtype = dtype_of(name, datatype)
     elements = shape[0] if len(shape) == 1 else _element_count(name, shape)
     if elements * dtype.itemsize != len(raw) or elements < 0:
@@ -105,8 +114,31 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes | memo
     return array if len(shape) == 1 else array.reshape(tuple(shape))
 
 
+def _texts(name: str, raw: bytes | memoryview, count: int) -> Iterator[memoryview]:
+    """The texts in `raw`: each has its length in four bytes before it."""
+    data, at = memoryview(raw), 0
+    for _ in range(count):
+        begin = at + 4
+        at = begin + int.from_bytes(data[at:begin], "little")
+        if not begin <= at <= len(data):
+            raise BadInput(f"input {name!r}: a text ends at byte {at}, and there are {len(data)}", parameter=name)
+        yield data[begin:at]
+    if at != len(data):
+        raise BadInput(f"input {name!r}: {count} texts take {at} bytes, not {len(data)}", parameter=name)
+
+
+def _ids_of(name: str, shape: Sequence[int], texts: Sequence[str | bytes | memoryview]) -> Array:
+    if (count := _element_count(name, shape)) != len(texts):
+        raise BadInput(f"input {name!r}: shape {list(shape)} has {count} values, but data has {len(texts)}", parameter=name)
+    if name.endswith(".offsets"):
+        raise BadInput(f"input {name!r} must be INT64, not {TEXT}: only ids may be text", parameter=name)
+    return np.fromiter(map(id_of_text, texts), np.int64, len(texts)).reshape(tuple(shape))
+
+
 def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> Array:
     """An array of JSON numbers or of a typed gRPC field. Nested lists are flattened."""
+    if datatype == TEXT and isinstance(values, Sequence) and all([isinstance(each, (str, bytes)) for each in values]):
+        return _ids_of(name, shape, values)
     dtype = dtype_of(name, datatype)
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise BadInput(f"input {name!r}: its data is not a list of {datatype} numbers", parameter=name)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from logging import WARNING
 from typing import Any
 
@@ -22,7 +24,7 @@ from thermocline.serve.tables.memory_limits import check_fits
 from .published_model import PublishedModel
 
 _GREETINGS, _GREETING_S = 16, 10.0  # connections that prove the secret at the same time, and seconds for each
-_MAX_CONNECTIONS = 1024
+_MAX_CONNECTIONS, _PAUSE_S = 1024, 0.1
 _SILENT_S = 10.0  # until a machine that does not acknowledge is given up
 _MAX_DATA = 1 << 34
 Find = Callable[[str], PublishedModel]
@@ -49,7 +51,10 @@ class PublishListener:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._closed:
+                    return
+                time.sleep(_PAUSE_S)  # no descriptors are left, for now
+                continue
             self._greetings.acquire()
             threading.Thread(target=self._serve, args=(connection,), name="publish", daemon=True).start()
 
@@ -119,6 +124,8 @@ class PublishListener:
         with self._lock:
             self._closed = True
             sessions = list(self._sessions)
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # `close` would not wake up `accept`
         self._listener.close()
         for session in sessions:
             session.close()

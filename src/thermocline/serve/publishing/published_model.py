@@ -15,16 +15,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from thermocline.checkpoint.publishes.log import PublishLog, contained_publish
-from thermocline.checkpoint.publishes.part import PublishedTable, PublishPart, dense_of, merge_parts
+from thermocline.checkpoint.publishes.part import PublishedTable, PublishPart, dense_of, merge_parts, moved_ids
 from thermocline.checkpoint.publishes.row_delta import RowDelta, merge_deltas
-from thermocline.errors import BadInput, BadPublish
-from thermocline.serve.tables.in_place import put_deltas, visible_rows
+from thermocline.errors import BadInput, BadPublish, FormatError
+from thermocline.ids.elastic import MovedIds
+from thermocline.serve.tables.in_place import check_moved, put_deltas, put_moved, visible_ids, visible_rows
 
 from .staleness import PublishAge, Staleness
 
@@ -41,17 +43,18 @@ _MAX_OPEN, _PARTS_S = 4, 30.0  # publishes that wait for parts of other ranks, a
 
 @dataclass(frozen=True)
 class ReplacedRows:
-    """What a publish replaced: rows, and dense parameters if it had any."""
+    """What a publish replaced: rows and their ids, and dense parameters if it had any."""
 
     number: int  # of the publish
     before: int  # the publish before it
     name: str  # of the version before it
     rows: Mapping[str, RowDelta]
+    ids: Mapping[str, MovedIds]
     dense: Mapping[str, Tensor] | None
 
     @property
     def bytes(self) -> int:
-        return sum(delta.bytes for delta in self.rows.values())
+        return sum(d.bytes for d in self.rows.values()) + sum(t.nbytes for each in self.ids.values() for t in each)
 
 
 class PublishedModel:
@@ -74,14 +77,16 @@ class PublishedModel:
     ) -> LoadedLog:  # fmt: skip
         """Write the log of a checkpoint to a version that nobody reads yet. Returns where it leads to."""
         run, base = contained_publish(source.checkpoint)
-        number, at, dense, tables = base, 0.0, dict(version.dense), _tables_of(version)
+        number, at, dense = base, 0.0, dict(version.dense)
         try:
             for parts in PublishLog(source.checkpoint.folder, run).after(base) if run else ():
-                _check(parts, run, number, tables)
+                _check(parts, run, number, version)
+                if moved := moved_ids(parts):
+                    put_moved(version.with_deltas("", {}, moved=moved))
                 put_deltas(version, {name: merge_deltas(each) for name, each in merge_parts(parts).items()}, hosts, held)
                 number, at = parts[0].number, max(part.at for part in parts)
                 dense |= dict(dense_of(parts))
-        except BadPublish as error:  # start with what is good
+        except (BadPublish, FormatError, OSError) as error:  # start with what is good
             LOGGER.warning("the log of publishes is damaged", extra={"fields": {"publish": number, "error": str(error)[:400]}})
         return LoadedLog(run, base, number, at, dense if number > base else version.dense)
 
@@ -134,15 +139,16 @@ class PublishedModel:
         with self._changed:
             self._check_not_held()
             PublishPart(run, 1, 0, model, {}).check(_tables_of(self._group.current))
-        if run != self.run:
-            self._group.follow()
+        if run == self.run:
+            with suppress(BadPublish):  # damaged: a newer save may be there
+                self.catch_up()
+        self._group.follow()  # of another run, or so far behind that saves have replaced the log
         with self._changed:
             if run != self.run:
                 words = (
                     f"the folder '{self._group.folder}' has no save of the training run {run:016x}; give servers the folder "
                 )
                 raise BadPublish(words + "that publish(folder=...) saves to", "run", run=run)
-            self.catch_up()
             return self.number
 
     def offer(self, part: PublishPart, age: float) -> int:
@@ -178,23 +184,24 @@ class PublishedModel:
 
     def _check_next(self, part: PublishPart) -> None:
         self._check_not_held()
-        _check([part], self.run, self.number, _tables_of(self._group.current))
+        _check([part], self.run, self.number, self._group.current)
 
     def _apply(self, parts: Sequence[PublishPart], age: float) -> None:
         """Serve a publish. The caller holds the lock."""
         group, version, number, began = self._group, self._group.current, parts[0].number, time.monotonic()
         rows = {name: merge_deltas(each) for name, each in merge_parts(parts).items()}
-        changed = dict(dense_of(parts))
+        changed, ids = dict(dense_of(parts)), moved_ids(parts)
         dense = {**version.dense, **changed} if changed else None
         replaced = {name: visible_rows(version, name, delta.rows_K) for name, delta in rows.items()}
+        left = {name: visible_ids(version, name, moved.rows_K) for name, moved in ids.items()}
         name, before = version.name, version.dense if changed else None
         del version  # not a reader
-        group.apply_deltas(f"{group.saved_name}+{number}", rows, dense)
+        group.apply_deltas(f"{group.saved_name}+{number}", rows, dense, moved=ids)
         if any(each is None for each in replaced.values()):
             self._replaced.clear()  # on GPUs and other hosts, `roll_back` loads the checkpoint and its log
         else:
             kept = {name: each for name, each in replaced.items() if each is not None}
-            self._replaced.append(ReplacedRows(number, self.number, name, kept, before))
+            self._replaced.append(ReplacedRows(number, self.number, name, kept, left, before))
             while len(self._replaced) > KEPT or sum(each.bytes for each in self._replaced) > KEPT_BYTES:
                 self._replaced.popleft()
         self.number, self.rows = number, self.rows + sum(len(delta.rows_K) for delta in rows.values())
@@ -229,7 +236,10 @@ class PublishedModel:
             tables = {name for each in undone for name in each.rows}
             deltas = {name: merge_deltas([each.rows[name] for each in undone if name in each.rows]) for name in tables}
             dense = next((each.dense for each in reversed(undone) if each.dense is not None), None)
-            self._group.apply_deltas(undone[-1].name, deltas, dense)
+            ids: dict[str, MovedIds] = {}
+            for each in undone:
+                ids |= {name: ids[name].merged(moved) if name in ids else moved for name, moved in each.ids.items()}
+            self._group.apply_deltas(undone[-1].name, deltas, dense, moved=ids)
             self.number, self.held, self._age = number, True, None
             self._parts.clear()
             self._changed.notify_all()
@@ -261,8 +271,9 @@ def _tables_of(version: TableVersion) -> list[PublishedTable]:
     return [PublishedTable(table.name, table.rows, table.dim, table.format) for table in tables]
 
 
-def _check(parts: Sequence[PublishPart], run: int, number: int, tables: Sequence[PublishedTable]) -> None:
-    """Raise `BadPublish` unless parts of a publish continue publish `number` of a run."""
+def _check(parts: Sequence[PublishPart], run: int, number: int, version: TableVersion) -> None:
+    """Raise `BadPublish` unless parts of a publish continue publish `number` of a run, and fit a version."""
+    tables = _tables_of(version)
     for part in parts:
         if part.run != run:
             raise BadPublish(f"the publish is of run {part.run:016x}; {run:016x} is served", "run", run=part.run)
@@ -272,3 +283,4 @@ def _check(parts: Sequence[PublishPart], run: int, number: int, tables: Sequence
             words = f"publish {part.number} continues {part.since}, and {number} is served; catch up from the checkpoint folder"
             raise BadPublish(words, "order", number=number)
         part.check(tables)
+        check_moved(version, part.ids)

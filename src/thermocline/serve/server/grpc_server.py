@@ -36,6 +36,7 @@ _PUBLIC = (f"/{schema.SERVICE}/ServerLive", f"/{schema.SERVICE}/ServerReady", CH
 _CONTROL = (f"/{schema.SERVICE}/RepositoryModelLoad", f"/{schema.SERVICE}/RepositoryModelUnload")
 _HEALTH = ("ServerLive", "ServerReady", "ModelReady")
 LOOP_VALUES, LOOP_BYTES = 1 << 12, 1 << 20  # typed values that are read, and tensors that are written, in the event loop
+LOOP_TEXT, _HAS_TEXT = 1 << 15, b"\x12\x05BYTES"  # larger messages with texts, which are hashed one by one, leave the loop
 MAX_CONTROL_BYTES = 1 << 16  # of a request that holds no tensors
 
 
@@ -73,7 +74,7 @@ class GrpcService:
 
     async def _read(self, data: bytes) -> InferRequest:
         """The request in a message. Many typed values are converted in a worker thread: each becomes a Python object."""
-        if check_counts(data, self._counts) <= LOOP_VALUES:
+        if check_counts(data, self._counts) <= LOOP_VALUES and not (len(data) > LOOP_TEXT and _HAS_TEXT in data):
             return read_request(data, self._counts)
         return await asyncio.get_running_loop().run_in_executor(self._worker, read_request, data, self._counts)
 
@@ -126,8 +127,8 @@ class GrpcService:
             "ServerMetadata": lambda request: service.server_metadata(),
             "ModelMetadata": lambda request: service.model_metadata(request.name, request.version),
             "ModelConfig": lambda request: {"config": service.model_config(request.name, request.version)},
-            "ModelStatistics": lambda request: service.statistics(request.name, request.version),
-            "RepositoryIndex": lambda request: {"models": service.repository.index(request.ready)},
+            "ModelStatistics": lambda request: service.report("statistics", request.name, request.version),
+            "RepositoryIndex": self._index,
             "RepositoryModelLoad": self._load,
             "RepositoryModelUnload": self._unload,
         }
@@ -171,8 +172,11 @@ class GrpcService:
         await self._service.load(request.model_name, request.parameters["config"].string_param if request.parameters else None)
         return {}
 
-    def _unload(self, request: Any) -> dict[str, Any]:
-        self._service.repository.unload(request.model_name)
+    async def _index(self, request: Any) -> dict[str, Any]:
+        return {"models": await self._service.report("index", request.ready)}
+
+    async def _unload(self, request: Any) -> dict[str, Any]:
+        await self._service.unload(request.model_name)
         return {}
 
 
@@ -216,8 +220,8 @@ def _milliseconds(seconds: float) -> int:
     return min(int(1000 * seconds), 2**31 - 1)
 
 
-def make_server(service: InferenceService, limits: ServerLimits, credentials: Credentials) -> Any:
-    """A gRPC server that is not bound to a port yet."""
+def make_server(service: InferenceService, limits: ServerLimits, credentials: Credentials, shared: bool) -> Any:
+    """A gRPC server that is not bound to a port yet. `shared`: other front processes listen on the same port."""
     options = [
         ("grpc.max_receive_message_length", limits.max_message),
         ("grpc.max_send_message_length", -1),
@@ -230,7 +234,7 @@ def make_server(service: InferenceService, limits: ServerLimits, credentials: Cr
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.http2.bdp_probe", 0),  # pings that measure the link, with every larger response
         ("grpc.enable_channelz", 0),
-        ("grpc.so_reuseport", 0),  # else a second server on the same port silently takes half of the requests
+        ("grpc.so_reuseport", int(shared)),  # else a second server on the same port silently takes half of the requests
     ]
     elsewhere = _CONTROL if credentials.control_token else ()
     interceptors = [_TokenInterceptor(credentials.token, elsewhere)] if credentials.token else []

@@ -36,8 +36,6 @@ from thermocline.serve.protocol.tensors import RequestLimits
 
 from .config import Credentials, ServerConfig
 from .inference_service import InferenceService, is_token
-from .metrics import MetricsHistory
-from .status_page import status_json, status_page
 
 _PUBLIC = ("/v2/health/live", "/v2/health/ready")  # without a token, for health probes
 # aiohttp would log a traceback for every malformed request.
@@ -55,9 +53,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class HttpServer:
     """An aiohttp server on one port, and its routes."""
 
-    def __init__(self, service: InferenceService, config: ServerConfig, history: MetricsHistory) -> None:
+    def __init__(self, service: InferenceService, config: ServerConfig) -> None:
         limits, credentials = config.limits, config.credentials
-        self._service, self._limits, self._history, self._tls = service, limits, history, _tls(credentials)
+        self._service, self._limits, self._tls, self._shared = service, limits, _tls(credentials), config.fronts > 1
         self.over = 0  # connections beyond the limit
         self._worker = ThreadPoolExecutor(1, "json")
         guards = [_token_middleware(credentials.token, credentials.control_token)] if credentials.token else []
@@ -81,7 +79,9 @@ class HttpServer:
 
         loop = asyncio.get_running_loop()
         try:
-            self._listening = await loop.create_server(connection, host, port, ssl=self._tls, backlog=512)
+            self._listening = await loop.create_server(
+                connection, host, port, ssl=self._tls, backlog=512, reuse_port=self._shared or None
+            )
         except OSError as error:
             words = f"cannot listen on {host}:{port} for HTTP: {error.strerror}"
             raise BadInput(words, parameter="http_port", value=port) from error
@@ -112,11 +112,10 @@ class HttpServer:
             "/v2/health/live": lambda request: web.Response(),
             "/v2/health/ready": lambda request: web.Response(status=200 if service.repository.ready else 503),
             "/v2": lambda request: _json_response(service.server_metadata()),
-            "/v2/models/stats": lambda request: _json_response(service.statistics("", "")),
-            "/metrics": lambda request: web.Response(body=service.metrics.text(), headers={"Content-Type": _PROMETHEUS}),
-            "/status.json": lambda request: _json_response(status_json(service, self._history)),
-            "/": lambda request: web.Response(text=status_page(service, self._history), content_type="text/html"),
         }
+        reports: dict[str, Handler] = {
+            "/v2/models/stats": self._statistics, "/metrics": self._metrics, "/status.json": self._status, "/": self._page,
+        }  # fmt: skip
         post: dict[str, Handler] = {
             "/v2/repository/index": self._index,
             "/v2/repository/models/{model}/load": self._load,
@@ -126,9 +125,10 @@ class HttpServer:
             get[under] = lambda request: _json_response(service.model_metadata(*model(request)))
             get[f"{under}/config"] = lambda request: _json_response(service.model_config(*model(request)))
             get[f"{under}/ready"] = lambda request: web.Response(status=200 if service.model_ready(*model(request)) else 503)
-            get[f"{under}/stats"] = lambda request: _json_response(service.statistics(*model(request)))
+            reports[f"{under}/stats"] = self._statistics
             post[f"{under}/infer"] = self._infer
         routes = [web.get(path, _as_coroutine(method)) for path, method in get.items()]
+        routes += [web.get(path, method) for path, method in reports.items()]
         return routes + [web.post(path, method) for path, method in post.items()]
 
     async def _infer(self, request: web.Request) -> web.StreamResponse:
@@ -139,7 +139,8 @@ class HttpServer:
             body = await self._body(request, take)
             received = perf_counter()
             length = json_length(body, request.headers.get(HEADER_LENGTH))
-            parsed, binary = await self._run(length > LOOP_BYTES, read_request, model, version, body, length, counts)
+            large = length > LOOP_BYTES or (len(body) > LOOP_BYTES and b'"BYTES"' in body[:length])
+            parsed, binary = await self._run(large, read_request, model, version, body, length, counts)
             result = await service.infer(parsed, service.find(parsed), received, take)
             size = sum([array.nbytes for array in result.outputs.values()])
             numbers = json_numbers(result.outputs, binary, counts.values)
@@ -210,7 +211,20 @@ class HttpServer:
             return read_json(body, RequestLimits(0)) if body.strip() else {}
 
     async def _index(self, request: web.Request) -> web.Response:
-        return _json_response(self._service.repository.index((await self._json(request)).get("ready") is True))
+        return _json_response(await self._service.report("index", (await self._json(request)).get("ready") is True))
+
+    async def _statistics(self, request: web.Request) -> web.Response:
+        name, version = request.match_info.get("model", ""), request.match_info.get("version", "")
+        return _json_response(await self._service.report("statistics", name, version))
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=(await self._service.report("metrics")).encode(), headers={"Content-Type": _PROMETHEUS})
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return _json_response(await self._service.report("status"))
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return web.Response(text=await self._service.report("page"), content_type="text/html")
 
     async def _load(self, request: web.Request) -> web.Response:
         self._service.check_control(request.headers.get("Authorization", ""))
@@ -226,7 +240,7 @@ class HttpServer:
         self._service.check_control(request.headers.get("Authorization", ""))
         with self._holding() as take:
             await self._body(request, take)
-        self._service.repository.unload(request.match_info["model"])
+        await self._service.unload(request.match_info["model"])
         return web.Response()
 
     @web.middleware

@@ -18,8 +18,9 @@ from .config import ServerConfig
 from .dynamic_batcher import QueuedRequest
 from .in_flight import ByteBudget, GrpcCalls
 from .json_log import log_fault
-from .metrics import LatencyHistogram
+from .metrics import LatencyHistogram, MetricsHistory
 from .model_repository import ModelRepository, ServedVersion
+from .status_page import status_json, status_page
 
 NAME = "thermocline"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
@@ -75,7 +76,8 @@ class InferenceService:
 
     def __init__(self, repository: ModelRepository, config: ServerConfig) -> None:
         self.repository, self.metrics = repository, repository.metrics
-        self.limits = limits = config.limits
+        self.limits, self.history = config.limits, MetricsHistory(self.metrics)
+        limits = self.limits
         self._clients_control, self._control_token = config.clients_control, config.credentials.control_token
         self.budget = ByteBudget(limits.in_flight)
         self.calls = GrpcCalls(self.budget, limits, self.metrics.dropped)
@@ -179,6 +181,17 @@ class InferenceService:
             return False
         return all(shard.ready for shard in model.shards())
 
+    async def report(self, what: str, *given: Any) -> Any:
+        """What the server says of itself as a whole, with all of its front processes."""
+        reports: dict[str, Callable[..., Any]] = {
+            "metrics": lambda: self.metrics.text().decode(),
+            "status": lambda: status_json(self, self.history),
+            "page": lambda: status_page(self, self.history),
+            "statistics": self.statistics,
+            "index": self.repository.index,
+        }
+        return reports[what](*given)
+
     def statistics(self, name: str, version: str) -> dict[str, Any]:
         """ModelStatistics of the statistics extension: counts and nanoseconds."""
         served = [self.repository.served(name, version)] if name else self.repository.all_served()
@@ -209,7 +222,11 @@ class InferenceService:
     async def load(self, name: str, config: str | None) -> None:
         """RepositoryModelLoad of the model repository extension."""
         self._check_not_draining()  # shutdown does not wait for a load
-        await self.repository.load(name, _version_of(config))
+        await self.repository.load(name, version_of_config(config))
+
+    async def unload(self, name: str) -> None:
+        """RepositoryModelUnload of the model repository extension."""
+        self.repository.unload(name)
 
 
 def _config_of(tensor: TensorMetadata) -> dict[str, Any]:
@@ -220,7 +237,7 @@ def _duration(histogram: LatencyHistogram) -> dict[str, int]:
     return {"count": histogram.count, "ns": int(histogram.total * 1e9)}
 
 
-def _version_of(config: str | None) -> str:
+def version_of_config(config: str | None) -> str:
     """The version that Triton's version policy names in a load request's `config`; empty for the newest."""
     if not config:
         return ""

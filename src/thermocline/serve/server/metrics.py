@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -68,6 +68,7 @@ class ModelMetrics:
         self.batches: Counter[int] = Counter()  # by number of requests
         self.worker_batches = 0  # batches executed in a worker thread
         self.answered = self.ids = 0
+        self.queued_in_fronts = 0
         self.last = 0.0  # Unix time of the last request
         self.stages = {stage: LatencyHistogram() for stage in STAGES}
 
@@ -79,6 +80,47 @@ class ModelMetrics:
         self.answered += 1
         self.ids += ids
         self.last = time.time()
+
+    def counts(self) -> Counts:
+        """Everything that was counted, as numbers by name."""
+        stages = {name: {"total": each.total} | _by_name(enumerate(each.counts)) for name, each in self.stages.items()}
+        batches, failed = _by_name(self.batches.items()), dict(self.failed)
+        counted = {"answered": self.answered, "ids": self.ids, "worker_batches": self.worker_batches}
+        return counted | {"batches": batches, "failed": failed, "stages": stages}
+
+    def add(self, counts: Counts) -> None:
+        """Add what another process counted."""
+        self.answered, self.ids = self.answered + counts["answered"], self.ids + counts["ids"]
+        self.worker_batches += counts["worker_batches"]
+        self.failed.update(counts["failed"])
+        self.batches.update({int(size): number for size, number in counts["batches"].items()})
+        for name, histogram in self.stages.items():
+            own = dict(counts["stages"][name])
+            histogram.total += own.pop("total")
+            for bucket, number in own.items():
+                histogram.counts[int(bucket)] += number
+        if counts["answered"]:
+            self.last = time.time()
+
+
+Counts = dict[str, Any]  # numbers, or such by name
+
+
+def _by_name(numbers: Iterable[tuple[int, int]]) -> Counts:
+    return {str(name): number for name, number in numbers}
+
+
+def subtract_counts(now: Counts, before: Counts) -> Counts:
+    """What was counted since `before`."""
+    return {name: _subtract(value, before.get(name)) for name, value in now.items()}
+
+
+def _subtract(now: Any, before: Any) -> Any:
+    if isinstance(now, dict):
+        return subtract_counts(now, before or {})
+    if isinstance(now, list):
+        return [each - then for each, then in zip(now, before or [0] * len(now), strict=True)]
+    return now - (before or 0)
 
 
 @dataclass(frozen=True)
@@ -114,6 +156,16 @@ class ServerMetrics:
         if model not in self.models:
             self.models[model] = ModelMetrics(model)
         return self.models[model]
+
+    def counts(self) -> Counts:
+        """Everything that was counted, for another process to add."""
+        return {"models": {name: each.counts() for name, each in self.models.items()}, "dropped": dict(self.dropped)}
+
+    def add(self, counts: Counts) -> None:
+        """Add what another process counted."""
+        self.dropped.update(counts["dropped"])
+        for name, each in counts["models"].items():
+            self.of(name).add(each)
 
     def text(self) -> bytes:
         """The text of /metrics."""

@@ -71,6 +71,7 @@ class ModelRepository:
         self._load_threads: list[object] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.draining = False
+        self.on_load: Callable[[Any], None] | None = None  # called with a model before it is served, in a thread
         metrics.watch = self._snapshots
 
     # -- models in the folder --
@@ -149,7 +150,8 @@ class ModelRepository:
             shards = () if each.owner else tuple(each.model.shards())  # companions share the shards of their owner
             publishes = getattr(each.model, "publishes", None)
             staleness = None if publishes is None else publishes.staleness()
-            yield ModelSnapshot(each.model.name, each.version, each.batcher.queued, shards, staleness)
+            queued = each.batcher.queued + self.metrics.of(each.model.name).queued_in_fronts
+            yield ModelSnapshot(each.model.name, each.version, queued, shards, staleness)
 
     @property
     def ready(self) -> bool:
@@ -221,6 +223,8 @@ class ModelRepository:
                 self._serve_companions(name, before.model)
             return
         model = await self._in_thread(self._loader.load, name, version, folder)
+        if self.on_load is not None:
+            await self._in_thread(self.on_load, model)
         before = self._served.get(name)  # may be gone: unloaded during the load
         self._served[name] = self._serve(model, number=version)
         self._serve_companions(name, model)

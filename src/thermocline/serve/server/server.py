@@ -22,7 +22,6 @@ from .grpc_server import bind, make_server
 from .http_server import HttpServer
 from .inference_service import InferenceService
 from .json_log import log
-from .metrics import MetricsHistory
 from .model_repository import ModelRepository
 
 if TYPE_CHECKING:
@@ -36,10 +35,11 @@ _KEPT_BYTES, _LARGE_BYTES = 256 << 20, 32 << 20
 class InferenceServer:
     """Listens from `start` to `stop` on `http_port` and `grpc_port`."""
 
-    def __init__(self, repository: ModelRepository, config: ServerConfig) -> None:
+    def __init__(
+        self, repository: ModelRepository, config: ServerConfig, service: InferenceService | None = None
+    ) -> None:  # fmt: skip
         self.repository, self._config = repository, config
-        self._service = InferenceService(repository, config)
-        self._history = MetricsHistory(repository.metrics)
+        self._service = service or InferenceService(repository, config)
         self._tasks: list[asyncio.Task[None]] = []
         self.http_port = self.grpc_port = 0
         self.publish_port: int | None = None
@@ -48,13 +48,9 @@ class InferenceServer:
         self._publishes: PublishListener | None = None
 
     async def start(self) -> None:
-        """Open both ports."""
+        """Open all ports."""
         config = self._config
-        self._http = HttpServer(self._service, config, self._history)
-        self._grpc = make_server(self._service, config.limits, config.credentials)
-        self.grpc_port = bind(self._grpc, config.host, config.grpc_port, config.credentials)
-        self.http_port = await self._http.start(config.host, config.http_port)
-        await self._grpc.start()
+        await self._open_ports()
         if config.publish_port is not None:
             self._publishes = _listen_for_publishes(self.repository, config.host, config.publish_port)
             self.publish_port = self._publishes.port
@@ -66,6 +62,14 @@ class InferenceServer:
         log("listening", host=config.host, http_port=self.http_port, grpc_port=self.grpc_port, tls=tls)
         if config.host != LOOPBACK and not config.credentials.identify_clients:
             log("any client may read rows; use --token-file or --tls-client-ca", WARNING, host=config.host)
+
+    async def _open_ports(self) -> None:
+        config = self._config
+        self._http = HttpServer(self._service, config)
+        self._grpc = make_server(self._service, config.limits, config.credentials, config.fronts > 1)
+        self.grpc_port = bind(self._grpc, config.host, config.grpc_port, config.credentials)
+        self.http_port = await self._http.start(config.host, config.http_port)
+        await self._grpc.start()
 
     async def load_all(self) -> None:
         """Load every model of the folder."""
@@ -79,7 +83,7 @@ class InferenceServer:
     async def _sample(self) -> None:
         while True:
             await asyncio.sleep(1)
-            self._history.sample()
+            self._service.history.sample()
             self._service.calls.sweep()
 
     async def _follow(self) -> None:
@@ -95,13 +99,17 @@ class InferenceServer:
             self._publishes.close()
         for task in self._tasks:
             task.cancel()
+        await self._close_ports()
+        await self.repository.close()
+        log("stopped")
+
+    async def _close_ports(self) -> None:
+        """Finish requests."""
         await self._refuse_requests()
         stops = [self._grpc.stop(self._config.limits.drain)] if self._grpc is not None else []
         if self._http is not None:
             stops.append(self._http.stop())
         await asyncio.gather(*stops)
-        await self.repository.close()
-        log("stopped")
 
     async def _refuse_requests(self) -> None:
         """Keep refusing until no request arrives."""
@@ -134,17 +142,22 @@ def run(make: Callable[[], ModelRepository], config: ServerConfig, ready: Callab
     Returns:
         False if a thread still loads a model
     """
-    try:
-        from uvloop import new_event_loop  # optional dependency
-    except ModuleNotFoundError:
-        from asyncio import new_event_loop
     keep_freed_memory()
-    loop = new_event_loop()
+    loop = make_event_loop()
     try:
         done: bool = loop.run_until_complete(_serve(make, config, ready))
         return done
     finally:
         loop.close()
+
+
+def make_event_loop() -> asyncio.AbstractEventLoop:
+    """An event loop of uvloop, where it is installed."""
+    try:
+        from uvloop import new_event_loop  # optional dependency
+    except ModuleNotFoundError:
+        from asyncio import new_event_loop
+    return new_event_loop()
 
 
 def keep_freed_memory() -> None:
@@ -155,8 +168,16 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
+def _make_server(repository: ModelRepository, config: ServerConfig) -> InferenceServer:
+    if config.fronts == 1:
+        return InferenceServer(repository, config)
+    from thermocline.serve.fronts.fronts_server import FrontsServer  # deferred: imports torch
+
+    return FrontsServer(repository, config)
+
+
 async def _serve(make: Callable[[], ModelRepository], config: ServerConfig, ready: Callable[[InferenceServer], None]) -> bool:
-    server = InferenceServer(make(), config)
+    server = _make_server(make(), config)
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

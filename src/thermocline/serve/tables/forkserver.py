@@ -30,7 +30,7 @@ SILENT_S, _LOOKS = 4.0, 4  # seconds without a heartbeat, after which a shard pr
 _START = "import sys; sys.path[:] = sys.argv[1:]; from thermocline.serve.tables.forkserver import main; main()"
 
 
-def _search_path() -> list[str]:
+def search_path() -> list[str]:
     """Folders this process imports from, without the working directory, which others may be able to write."""
     here = os.getcwd()
     paths = [str(Path(__file__).parents[3]), *(path for path in sys.path if path and os.path.isabs(path))]
@@ -107,7 +107,7 @@ class Forkserver:
         with theirs, ExitStack() as on_error:
             on_error.callback(mine.close)
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START, *_search_path()],
+                [sys.executable, "-I", "-c", _START, *search_path()],
                 stdin=theirs.fileno(),
                 # One thread: numpy would start threads for linear algebra, which doubles its start-up time.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.checkpoint.publishes.row_delta import RowDelta
-from thermocline.errors import BadInput
+from thermocline.errors import BadInput, BadPublish
+from thermocline.ids.elastic import MovedIds
 
 from . import gpu_shards
 from .memory_limits import check_fits
@@ -20,6 +23,9 @@ from .version import TableVersion
 
 if TYPE_CHECKING:
     from thermocline.serve.remote.remote_hosts import RemoteHosts
+
+
+_NO_IDS = MovedIds(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
 
 
 def check_deltas(version: TableVersion, deltas: Mapping[str, RowDelta]) -> None:
@@ -41,6 +47,13 @@ def check_deltas(version: TableVersion, deltas: Mapping[str, RowDelta]) -> None:
             raise BadInput(words, table=name, rows=table.rows)
 
 
+def write_in_place(version: TableVersion, hosts: RemoteHosts | None, number: int) -> TableVersion:
+    """Write changed rows and ids of a version to shards and key tables. Returns the version that reads them there."""
+    put_deltas(version, version.overlay_rows, hosts, number)
+    put_moved(version)
+    return version.in_place()
+
+
 def put_deltas(
     version: TableVersion, deltas: Mapping[str, RowDelta], hosts: RemoteHosts | None = None, number: int = 0
 ) -> None:  # fmt: skip
@@ -56,6 +69,36 @@ def put_deltas(
             gpu_shards.put_rows(layout, local, *rows)
         if hosts is not None:
             hosts.put(number, index, *rows)
+
+
+def put_moved(version: TableVersion) -> None:
+    """Write moved ids to the key tables of a version. Nobody may find these ids there."""
+    for map in version.key_maps.values():
+        if map.moved is not None and map.keys is not None:
+            map.keys.put(map.moved)
+
+
+def visible_ids(version: TableVersion, table: str, rows_K: Tensor) -> MovedIds:
+    """The ids of rows as lookups of a version see them."""
+    found = [_NO_IDS]
+    for (name, first), map in version.key_maps.items():
+        if name == table and map.keys is not None:
+            low, high = torch.searchsorted(rows_K, torch.tensor([first, first + map.keys.rules.rows])).tolist()
+            found.append(map.read_rows(rows_K[low:high]))
+    return reduce(MovedIds.merged, found)
+
+
+def check_moved(version: TableVersion, moved: Mapping[str, MovedIds]) -> None:
+    """Raise `BadPublish` unless ids move to rows that they may have."""
+    for table, each in moved.items():
+        fitting = 0
+        for (name, first), map in version.key_maps.items():
+            if name == table and map.keys is not None:
+                here_K = (each.rows_K >= first) & (each.rows_K < first + map.keys.rules.rows)
+                part = MovedIds(each.rows_K[here_K] - first, each.ids_K[here_K], each.used_K[here_K])
+                fitting += len(part.rows_K) if map.keys.fits(part) else 0
+        if fitting != len(each.rows_K) or bool((each.rows_K.diff() <= 0).any()):
+            raise BadPublish(f"ids of table {table[:100]!r} move to rows that they cannot have", "damaged", table=table)
 
 
 def visible_rows(version: TableVersion, table: str, rows_K: Rows) -> RowDelta | None:

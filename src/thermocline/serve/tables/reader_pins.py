@@ -9,6 +9,13 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from .segments import SharedSegment
+    from .shard_group import ShardGroup
+    from .version import TableVersion
 
 _POLL_S = 2e-4
 
@@ -17,6 +24,20 @@ class ReaderPin:
     """Alive as long as a lookup of its version may read rows."""
 
     __slots__ = ("__weakref__",)
+
+
+class VersionReaders(Protocol):
+    """Other processes that look up in the memory of a group. Calls return when all of them have done it."""
+
+    def show(self, group: ShardGroup, version: TableVersion, held: int, segments: Sequence[SharedSegment]) -> None:
+        """Serve a version. `held` changes with the segments."""
+
+    def settle(self, group: ShardGroup, seconds: float) -> bool:
+        """Whether none reads an earlier version any more."""
+        ...
+
+    def hide(self, group: ShardGroup) -> None:
+        """Stop serving."""
 
 
 class RetiredVersions:

@@ -15,46 +15,42 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline.checkpoint.publishes.row_delta import RowDelta
 from thermocline.errors import BadInput, FormatError
 from thermocline.heat.profile import HeatProfile
+from thermocline.ids.elastic import MovedIds
 from thermocline.ids.idmap import IdMap
 from thermocline.plan.model import Plan
-from thermocline.serve.errors import NotReady, ShardDown
+from thermocline.serve.errors import NotReady
 from thermocline.serve.frozen_tables import FrozenTables
 from thermocline.serve.publishing.published_model import PublishedModel
 from thermocline.serve.remote.remote_hosts import RemoteFetch, connect_remote_hosts
 from thermocline.serve.remote.rendezvous import shards_of
-from thermocline.serve.served_model import ShardStatus, TensorMetadata
+from thermocline.serve.served_model import ShardStatus
 
 from . import gpu_shards
 from .checkpoint_source import CheckpointSource
 from .huge_pages import HugePageThread
-from .in_place import check_deltas, put_deltas
-from .lookup import LookupResult, look_up_alone, look_up_batch, warm_up
+from .in_place import check_deltas, write_in_place
+from .lookup import warm_up
 from .memory_limits import reserve
-from .reader_pins import RetiredVersions
-from .requests import KNOWN, OFFSETS, WEIGHTS, ParsedRequest, as_array, parse_request
+from .reader_pins import RetiredVersions, VersionReaders
 from .segments import Bytes, ShardedTableLayout, ShardLayout, SharedSegment, make_layout, put_rows
+from .served_tables import ServedTables
 from .supervisor import Supervisor
 from .version import TableVersion
 
-if TYPE_CHECKING:
-    from thermocline.kernels.serve.wire_cpu import WireLookup
-
-Array = NDArray[Any]
 GRACE_S = 0.05  # to wait for lookups of an earlier version before rows are written in place
 _VERSIONS = itertools.count(1)  # numbers of loaded versions, for shard processes and other hosts
 
 
-class ShardGroup:
+class ShardGroup(ServedTables):
     """Frozen tables of a checkpoint over several shards.
 
     Args:
@@ -91,13 +87,13 @@ class ShardGroup:
         self._plan = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         self._heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
         self._tally_S = np.zeros(shards + 1, np.int64)
-        self._load_lock, self._publish_lock = threading.Lock(), threading.Lock()  # the second is held briefly
+        self._load_lock, self._publish_lock = threading.RLock(), threading.Lock()  # the second is held briefly
         self._closed = False  # no version is published after it is set
         self._current: TableVersion | None = None
-        self._huge_pages = HugePageThread(())
-        self._held = 0  # the number of the current version
+        self._huge_pages, self._held = HugePageThread(()), 0  # the number of the current version
         self._retired = RetiredVersions()  # versions in the same segments, replaced by publishes
         self.publishes = PublishedModel(self)
+        self._readers: VersionReaders | None = None
         self._source = source = CheckpointSource(folder)
         source.splits(shards, split, self._plan, self._heat)  # raises before processes are started
         self._hosts = connect_remote_hosts(self.device.type, shards)
@@ -117,13 +113,6 @@ class ShardGroup:
         self.close()
 
     # -- versions -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def current(self) -> TableVersion:
-        """The version in use. Take it once for lookups that belong together."""
-        if (version := self._current) is None:
-            raise NotReady(f"the shards of {self.name!r} are closed")
-        return version
 
     def _check_open(self) -> None:
         if self._closed:
@@ -147,11 +136,6 @@ class ShardGroup:
     @property
     def closed(self) -> bool:
         return self._current is None
-
-    @property
-    def version(self) -> str:
-        """The name of the version in use; empty after `close`."""
-        return "" if self._current is None else self._current.name
 
     def load(self, folder: Path | str) -> None:
         """Load another checkpoint beside the version in use, then replace it. On an error the old version stays.
@@ -194,6 +178,7 @@ class ShardGroup:
                 self._drop(number)
                 raise
             self._retired = RetiredVersions()  # of these segments
+            self._show(version)
             self.publishes.loaded(log)
             old_thread.stop()
             if before and self._supervisor is not None:
@@ -241,8 +226,8 @@ class ShardGroup:
     def host_lost(self) -> None:
         """Serve without the shards of lost hosts. Lookups in them raise `ShardDown`."""
         with self._publish_lock:
-            version = self._current
-            if self._hosts is not None and version is not None:
+            if self._hosts is not None and (version := self._current) is not None:
+                self._retired.add(version.pin)
                 local = version.segments[: len(self._local)]
                 self._current = replace(version, segments=tuple(self._hosts.segments(local, self.count)))
 
@@ -260,30 +245,31 @@ class ShardGroup:
         Raises:
             FormatError: the newer save is damaged
         """
-        if self.publishes.held or self._source.checkpoint.newer() is None:
-            return self.publishes.catch_up()
-        source = CheckpointSource(self.folder)
-        if self.publishes.contains(source):
-            self._source = source
-            return self.publishes.catch_up()
-        deltas = source.deltas(self._source.checkpoint.number) if self.publishes.is_checkpoint else None
-        if deltas is None:
-            self._load(source)
-        else:
-            self.apply_deltas(source.name, deltas, source.checkpoint.dense(), source.id_maps)
-            self._source = source
-            self.publishes.followed(source)
-        return True
+        with self.publishes.lock:  # no publish comes between the rows of a save and its number
+            if self.publishes.held or self._source.checkpoint.newer() is None:
+                return self.publishes.catch_up()
+            source = CheckpointSource(self.folder)
+            if self.publishes.contains(source):
+                self._source = source
+                return self.publishes.catch_up()
+            deltas = source.deltas(self._source.checkpoint.number) if self.publishes.is_checkpoint else None
+            if deltas is None:
+                self._load(source)
+            else:
+                self.apply_deltas(source.name, deltas, source.checkpoint.dense(), source.id_maps)
+                self._source = source
+                self.publishes.followed(source)
+            return True
 
     def apply_deltas(
         self, name: str, deltas: Mapping[str, RowDelta], dense: Mapping[str, Tensor] | None = None,
-        id_maps: Mapping[str, IdMap] | None = None,
+        id_maps: Mapping[str, IdMap] | None = None, moved: Mapping[str, MovedIds] | None = None,
     ) -> None:  # fmt: skip
         """Serve changed rows, and other ids if given, from now on as version `name`. Lookups in progress keep the old ones."""
         with self._load_lock:
             check_deltas(self.current, deltas)
-            self._replace(self.current.with_deltas(name, deltas, dense, id_maps))
-            self._settle()
+            self._replace(self.current.with_deltas(name, deltas, dense, id_maps, moved))
+            self.settle()
 
     def _replace(self, version: TableVersion) -> None:
         """Serve another version in the same segments."""
@@ -291,88 +277,41 @@ class ShardGroup:
             self._check_open()
             self._retired.add(self.current.pin)
             self._current = version
+        self._show(version)
+
+    def share(self, readers: VersionReaders) -> None:
+        """Show every version, from the current one on, to other processes that read the same memory.
+
+        Raises:
+            BadInput: the rows are on GPUs or other hosts, which other processes cannot read
+        """
+        if self._supervisor is None or self._hosts is not None:
+            words = "several front processes need shards on the CPU of one host; use --fronts 1"
+            raise BadInput(words, parameter="--fronts", value=self.device.type)
+        with self._load_lock:
+            self._readers = readers
+            self._show(self.current)
+
+    def _show(self, version: TableVersion) -> None:
+        if self._readers is not None and self._supervisor is not None:
+            self._readers.show(self, version, self._held, self._supervisor.segments(str(self._held)))
+
+    def count_lookups(self, lookups: Sequence[int]) -> None:
+        """Count lookups by shard that other processes made."""
+        self._tally_S += np.asarray(lookups, np.int64)
 
     def settle(self) -> bool:
         """Write changed rows in place, if no lookup reads an earlier version. False if the overlay stays for now."""
         with self._load_lock:
-            return self._settle()
-
-    def _settle(self) -> bool:
-        if self._current is None or self._current.overlay is None:
-            return True
-        if not self._retired.wait(GRACE_S):
-            return False
-        try:
-            put_deltas(self.current, self.current.overlay_rows, self._hosts, self._held)
-        except (OSError, EOFError, FormatError):  # another host is gone: the overlay has its rows
-            return False
-        self._replace(replace(self.current, overlay=None))
-        return True
-
-    # -- lookups ------------------------------------------------------------------------------------------------------------
-
-    @property
-    def inputs(self) -> list[TensorMetadata]:
-        """Inputs of the served model."""
-        kinds = (("", "INT64"), (OFFSETS, "INT64"), (WEIGHTS, "FP32"))
-        return [TensorMetadata(name + end, kind, (-1,), True) for name in self.current.features for end, kind in kinds]
-
-    @property
-    def outputs(self) -> list[TensorMetadata]:
-        """Outputs of the served model. Those of type BOOL are sent only if they are requested by name."""
-        version = self.current
-        rows = [TensorMetadata(name, "FP32", (-1, dim)) for name, dim in zip(version.features, version.dims, strict=True)]
-        return rows + [TensorMetadata(version.features[n] + KNOWN, "BOOL", (-1,)) for n in sorted(version.elastic)]
-
-    def infer(
-        self, requests: Sequence[Mapping[str, Array]], version: TableVersion | None = None
-    ) -> list[LookupResult | Exception]:
-        """Results of a batch of requests, by default in the current version. An invalid request yields its exception."""
-        version = self.current if version is None else version
-        parsed: dict[int, ParsedRequest] = {}
-        found: dict[int, LookupResult | Exception] = {}
-        for number, request in enumerate(requests):
+            if self._current is None or self._current.is_in_place:
+                return True
+            if not self._retired.wait(GRACE_S) or not (self._readers is None or self._readers.settle(self, GRACE_S)):
+                return False
             try:
-                parsed[number] = parse_request(version, request)
-            except BadInput as error:
-                found[number] = error.with_traceback(None)
-        try:
-            found |= zip(parsed, look_up_batch(version, list(parsed.values())), strict=True)
-        except (BadInput, ShardDown):  # of one of the requests: look each up alone
-            found |= {number: look_up_alone(version, request) for number, request in parsed.items()}
-        return [found[number] for number in range(len(requests))]
-
-    def wire_lookup(self) -> tuple[str, WireLookup | None]:
-        """The current version's name, and its kernels for the fast path, if there are any."""
-        version = self.current
-        return version.name, version.wire_lookup
-
-    def lookup(
-        self, inputs: Mapping[str, Array | Tensor | Sequence[int]], outputs: Sequence[str] = ()
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """Look up rows of features, or bags of rows.
-
-        Args:
-            inputs: ids by feature; with `"<feature>.offsets"` bags, and with `"<feature>.weights"` weighted sums
-            outputs: names of the outputs, by default those of all features; `"<feature>.known"` says which ids of an elastic
-                feature have rows of their own
-
-        Returns:
-            fp32 by feature: [ids, dim], or [bags, dim]; bool [ids] for `"<feature>.known"`
-
-        Raises:
-            BadInput: an input is unknown or invalid, or an id has no row
-            ShardDown: a shard with a requested row is down
-            NotReady: the group is closed
-
-        Example:
-            >>> group.lookup({"user": [3, 17], "item": [5, 6, 7], "item.offsets": [0, 2]})
-        """
-        request = {name: as_array(name, value) for name, value in inputs.items()}
-        if isinstance(result := self.infer([request])[0], Exception):
-            raise result
-        found = result.only(outputs) if outputs else result
-        return {name: torch.from_numpy(output) for name, output in found.items()}
+                self._replace(write_in_place(self.current, self._hosts, self._held))
+            except (OSError, EOFError, FormatError):  # another host is gone: the overlay has its rows
+                return False
+            return True
 
     def module(self) -> FrozenTables:
         """The tables as a module, for a PyTorch model in this process."""
@@ -400,6 +339,8 @@ class ShardGroup:
         with self._publish_lock:
             self._closed, self._current = True, None
         self._huge_pages.stop()
+        if self._readers is not None:
+            self._readers.hide(self)
         if self._supervisor is not None:
             self._supervisor.close()
         if self._hosts is not None:

@@ -143,6 +143,10 @@ class Supervisor:
             if self._versions.pop(name, None) is not None and not self._closed:
                 self._request_all({"do": "drop", "version": name})
 
+    def segments(self, name: str) -> list[SharedSegment]:
+        """The memory of a version that is loaded."""
+        return self._versions[name][1:]
+
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]

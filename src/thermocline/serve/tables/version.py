@@ -6,8 +6,9 @@ with the last version that refers to them.
 
 **Deltas** (rows that a publish or an incremental save changed) go to an *overlay*: a segment with the changed rows in ascending
 order, which lookups of the new version read instead. Once no lookup of an earlier version is left, nobody reads those rows in
-the shards: they are written there, and a version without the overlay follows (`in_place.py`). So memory holds two copies of a
-row only while a lookup needs the old one, and rows that a lookup may read are never written.
+the shards: they are written there, and a version without the overlay follows (`in_place.py`). Ids that moved wait beside
+their key table likewise. So memory holds two copies of a row only while a lookup needs the old one, and rows that a lookup may
+read are never written.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from torch import Tensor
 
 from thermocline.checkpoint.publishes.row_delta import RowDelta, merge_deltas
 from thermocline.errors import BadInput, IdOutOfRange
+from thermocline.ids.elastic import MovedIds
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
 from thermocline.ids.kept_ids import KeptIds
+from thermocline.ids.keyed_map import KeyedMap
 from thermocline.kernels.ids.fields import BLOCK_WORDS
 from thermocline.kernels.serve import fields as S
 from thermocline.kernels.serve import gather_pool
@@ -115,8 +118,8 @@ class TableVersion:
 
     @cached_property
     def wire_lookup(self) -> WireLookup | None:
-        """The kernels of the server's fast path, for tables on this machine's CPU."""
-        if self.device.type != "cpu" or self.fetch is not None or not (self.maps is None or type(self.maps) is IdMaps):
+        """The kernels of the server's fast path, for tables on this machine's CPU without elastic ids."""
+        if self.device.type != "cpu" or self.fetch is not None or self.elastic:
             return None
         from thermocline.kernels.serve.wire_cpu import WireLookup  # deferred: imports numba, which a GPU server does not need
 
@@ -166,15 +169,41 @@ class TableVersion:
 
     def with_deltas(
         self, name: str, deltas: Mapping[str, RowDelta], dense: Mapping[str, Tensor] | None = None,
-        id_maps: Mapping[str, IdMap] | None = None,
+        id_maps: Mapping[str, IdMap] | None = None, moved: Mapping[str, MovedIds] | None = None,
     ) -> TableVersion:  # fmt: skip
-        """A version with changed rows, and other dense parameters and ids if given. This version stays as it is."""
+        """A version with changed rows, and other dense parameters and ids if given. This version stays as it is.
+
+        `id_maps` replaces all ids, `moved` has the rows of each table that have other ids.
+        """
         changed = dict(self.overlay.changed) if self.overlay is not None else {}
         for table, delta in deltas.items():
             changed[table] = merge_deltas([changed[table], delta]) if table in changed else delta
         overlay = _make_overlay(self.layout, changed, self.device) if changed else None
         maps = self.maps if id_maps is None else _make_maps(self.layout, id_maps, self.device)
+        if moved and maps is not None:
+            by_feature = [moved.get(self.layout.tables[table].table.name) for table in self.tables]
+            maps = maps.with_keyed(
+                {f: map if (m := by_feature[f]) is None else map.with_moved(m) for f, map in maps.keyed.items()}
+            )
         return replace(self, name=name, overlay=overlay, dense=self.dense if dense is None else dense, maps=maps)
+
+    @property
+    def key_maps(self) -> dict[tuple[str, int], KeyedMap]:
+        """The elastic map of each part of a table, by table and first row."""
+        keyed = {} if self.maps is None else self.maps.keyed
+        return {(self.layout.tables[self.tables[f]].table.name, map.first): map for f, map in keyed.items()}
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all rows and ids are in the shards and key tables."""
+        return self.overlay is None and all(map.moved is None for map in self.key_maps.values())
+
+    def in_place(self) -> TableVersion:
+        """The version after its changed rows and ids were written in place."""
+        if self.maps is None or not self.elastic:
+            return replace(self, overlay=None)
+        keyed = {f: replace(map, moved=None) for f, map in self.maps.keyed.items()}
+        return replace(self, overlay=None, maps=self.maps.with_keyed(keyed))
 
 
 def id_without_row(feature: str, rows: int, position: int, id: int) -> BadInput:

@@ -1,0 +1,354 @@
+"""Front processes over one copy of the rows: the same rows at each, through publishes, loads and killed fronts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as over_grpc
+import tritonclient.http as over_http
+
+import thermocline
+from thermocline.checkpoint.publishes.row_delta import RowDelta
+from thermocline.errors import BadInput
+from thermocline.heat.text_ids import id_of_text
+from thermocline.kernels import quantize_rows
+from thermocline.models import DLRM
+from thermocline.serve.fronts import front_processes
+from thermocline.serve.fronts.front_processes import reserve_port
+from thermocline.serve.fronts.front_tables import FrontTables
+from thermocline.serve.fronts.fronts_server import FrontsServer
+from thermocline.serve.fronts.messages import pack, receive_message, send_message, unpack
+from thermocline.serve.server.config import ServerConfig, ServerLimits
+from thermocline.serve.server.metrics import ModelMetrics, subtract_counts
+from thermocline.serve.server.model_loader import ShardConfig, make_repository
+from thermocline.serve.tables.lookup import look_up_alone
+from thermocline.serve.tables.requests import parse_request
+from thermocline.serve.tables.segments import SharedSegment
+from thermocline.serve.tables.shard_group import ShardGroup
+from thermocline.serve.tables.shard_server import socket_pair
+
+ROWS, DIM, NAMES = 211, 8, ("user", "item", "shop")
+PATIENCE_S = 120.0
+IDS = {"user": np.arange(ROWS)}
+INFER = "/v2/models/{}/infer"
+
+
+def until(true: Callable[[], Any], words: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end, words
+        time.sleep(0.01)
+
+
+class Fronts:
+    """A server with two fronts, in a thread, over the checkpoint of a DLRM."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(3)
+        tables = [thermocline.Table(name, ROWS, DIM, ids=thermocline.IdMap.hashed(ROWS)) for name in NAMES]
+        rows = thermocline.RowConfig("fp32", cache=0.0)
+        self.model = DLRM(thermocline.EmbeddingCollection(tables, rows=rows), features=3, dim=DIM, dense=5).eval()
+        self.folder = folder
+        thermocline.save(self.model, folder)
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.do(self._start())
+
+    async def _start(self) -> None:
+        limits = ServerLimits(drain=3)
+        repository = make_repository(self.folder, ShardConfig(2), limits)
+        self.server = FrontsServer(repository, ServerConfig(http_port=0, grpc_port=0, limits=limits, fronts=2))
+        await self.server.start()
+        await self.server.load_all()
+
+    def do(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
+
+    @property
+    def group(self) -> Any:
+        return self.server.repository.served("tables").model
+
+    @property
+    def running(self) -> dict[int, Any]:
+        assert self.server._fronts is not None
+        return self.server._fronts.running
+
+    def ask(self, path: str, body: Any = None, connection: HTTPConnection | None = None) -> Any:
+        """The answer of one front, by default of a new connection."""
+        own = connection or HTTPConnection("127.0.0.1", self.server.http_port, timeout=PATIENCE_S)
+        own.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        text = own.getresponse().read().decode()
+        if connection is None:
+            own.close()
+        return json.loads(text) if text[:1] in ("{", "[") else text
+
+    def rows(self, connection: HTTPConnection | None = None) -> tuple[str, np.ndarray]:
+        tensor = {"name": "user", "shape": [ROWS], "datatype": "INT64", "data": [*range(ROWS)]}
+        found = self.ask(INFER.format("tables"), {"inputs": [tensor]}, connection)
+        values = np.array(found["outputs"][0]["data"], np.float32)
+        return found["model_version"], values.reshape(ROWS, DIM)
+
+    def counter(self, name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", self.ask("/metrics"), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+
+@pytest.fixture(scope="module")
+def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronts]:
+    running = Fronts(tmp_path_factory.mktemp("fronts") / "checkpoint")
+    yield running
+    pids = [front.process.pid for front in running.running.values()]
+    running.do(running.server.stop())
+    running.loop.call_soon_threadsafe(running.loop.stop)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def connections_to(fronts: Fronts, count: int) -> list[HTTPConnection]:
+    """Connections that have been accepted, each by one of the fronts."""
+    made = [HTTPConnection("127.0.0.1", fronts.server.http_port, timeout=PATIENCE_S) for _ in range(count)]
+    for each in made:
+        fronts.ask("/v2", connection=each)
+    return made
+
+
+def files_of(front: Any) -> int:
+    return len(os.listdir(f"/proc/{front.process.pid}/fd"))
+
+
+def test_every_front_answers_with_the_rows_of_the_module(fronts: Fronts) -> None:
+    before = [files_of(front) for front in fronts.running.values()]
+    answered = fronts.counter('thermocline_requests_total{model="tables",status="OK"}')
+    connections = connections_to(fronts, 40)
+    assert all(files_of(front) > number for front, number in zip(fronts.running.values(), before, strict=True))
+    with torch.no_grad():  # all features of a module have as many ids
+        columns = fronts.model.embeddings(torch.arange(ROWS)[:, None].expand(-1, 3)).values()
+    expected = columns[:, :DIM].numpy()
+    for each in connections:
+        _, rows = fronts.rows(each)
+        np.testing.assert_array_equal(rows, expected)
+        each.close()
+    name = 'thermocline_requests_total{model="tables",status="OK"}'
+    until(lambda: fronts.counter(name) >= answered + 40, "requests were not counted")
+    assert fronts.counter(name) == answered + 40
+    assert sum(shard.lookups for shard in fronts.group.shards()) >= 40 * ROWS
+    status = fronts.ask("/status.json")
+    assert status["state"] == "ready" and [shard["ready"] for shard in status["models"][0]["cards"]] == [True, True]
+    assert fronts.ask("/v2/models/tables/stats")["model_stats"][0]["inference_count"] == answered + 40
+
+
+def test_fronts_rank_with_the_model_around_the_tables(fronts: Fronts) -> None:
+    random = np.random.default_rng(3)
+    ids = {"user": random.integers(0, ROWS, 1), "item": random.integers(0, ROWS, 63), "shop": random.integers(0, ROWS, 63)}
+    dense = random.standard_normal((1, 5)).astype(np.float32)
+    inputs = [{"name": n, "shape": list(a.shape), "datatype": "INT64", "data": a.tolist()} for n, a in ids.items()]
+    inputs.append({"name": "dense", "shape": [1, 5], "datatype": "FP32", "data": dense.ravel().tolist()})
+    columns = torch.stack([torch.from_numpy(ids[name]).expand(63) for name in NAMES], 1)
+    with torch.no_grad():
+        expected = fronts.model(torch.from_numpy(dense).expand(63, -1), columns).numpy()
+    for _ in range(8):
+        found = fronts.ask(INFER.format("rank"), {"inputs": inputs})
+        np.testing.assert_allclose(found["outputs"][0]["data"], expected.ravel(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("client", [over_grpc, over_http])
+def test_texts_are_ids_of_hashed_tables(fronts: Fronts, client: Any) -> None:
+    texts = ["tea", "grüner Tee", ""]
+    expected = fronts.group.lookup({"user": [id_of_text(text) for text in texts]})["user"].numpy()
+    data = client.InferInput("user", [3], "BYTES")
+    data.set_data_from_numpy(np.array(texts, np.object_))
+    port = fronts.server.grpc_port if client is over_grpc else fronts.server.http_port
+    with client.InferenceServerClient(f"127.0.0.1:{port}") as own:
+        np.testing.assert_array_equal(own.infer("tables", [data]).as_numpy("user"), expected)
+
+
+def constant(group: Any, value: float) -> dict[str, RowDelta]:
+    codes, meta = quantize_rows(torch.full((ROWS, DIM), value), group.current.layout.tables[0].table.format, None, None)
+    return {"user": RowDelta(np.arange(ROWS), codes.numpy(), meta.numpy())}
+
+
+def test_publishes_reach_all_fronts_and_are_never_mixed(fronts: Fronts) -> None:
+    done, faults = threading.Event(), list[str]()
+    fronts.group.apply_deltas("1+1", constant(fronts.group, 1.0))
+
+    def read() -> None:
+        (own,), last = connections_to(fronts, 1), 0.0
+        while not done.is_set():
+            version, rows = fronts.rows(own)
+            value = float(rows[0, 0])
+            if not (rows == value).all() or value < last or version != f"1+{int(value)}":
+                faults.append(f"{version}: {np.unique(rows)} after {last}")
+            last = value
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for number in range(2, 40):
+        fronts.group.apply_deltas(f"1+{number}", constant(fronts.group, float(number)))
+        for _ in range(3):
+            assert fronts.rows()[0] == f"1+{number}", "a front serves an older publish than the one that was acknowledged"
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not faults, faults[:3]
+    until(fronts.group.settle, "the publishes were not written in place")
+    assert fronts.group.current.overlay is None
+    assert (fronts.rows()[1] == 39).all()
+
+
+def test_rows_are_written_in_place_only_when_no_front_reads_them(tmp_path: Path) -> None:
+    rows = thermocline.RowConfig("fp32", cache=0.0)
+    thermocline.save(thermocline.EmbeddingCollection([thermocline.Table("user", ROWS, DIM)], rows=rows), tmp_path)
+
+    class OneFront:
+        """A front in this process."""
+
+        def __init__(self) -> None:
+            self.tables = FrontTables("tables")
+
+        def show(self, group: Any, version: Any, held: int, segments: Any) -> None:
+            own = [SharedSegment(each.size, descriptor=os.dup(each.descriptor)) for each in segments]
+            packed = pack(front_processes._values_of(version))
+            values = unpack(os.dup(packed.descriptor))
+            self.tables.show(self.tables.prepare(values, [] if self.tables.version else own))
+
+        def settle(self, group: Any, seconds: float) -> bool:
+            return self.tables.settle(0.0)
+
+        def hide(self, group: Any) -> None:
+            self.tables.close()
+
+    with ShardGroup(tmp_path, 2) as group:
+        readers = OneFront()
+        group.share(readers)
+        before = group.lookup({"user": range(ROWS)})["user"]
+        reading = readers.tables.current  # a lookup that does not end
+        group.apply_deltas("1+1", constant(group, 7.0))
+        assert not group.settle() and group.current.overlay is not None
+        assert torch.equal(readers.tables.lookup({"user": range(ROWS)})["user"], torch.full((ROWS, DIM), 7.0))
+        assert torch.equal(torch.from_numpy(look_up_alone(reading, parse_request(reading, IDS))["user"]), before)
+        del reading
+        until(group.settle, "the rows were not written in place")
+        assert group.current.overlay is None
+        assert torch.equal(readers.tables.lookup({"user": range(ROWS)})["user"], torch.full((ROWS, DIM), 7.0))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_front_that_dies_or_hangs_is_replaced(fronts: Fronts, how: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_processes, "ORDER_S", 1.0)
+    counted = fronts.counter('thermocline_ids_total{model="tables"}')
+    front = fronts.running[1]
+    os.kill(front.process.pid, how)
+    fronts.group.apply_deltas(f"{how}", constant(fronts.group, float(how)))
+    until(lambda: fronts.running[1] is not front, "the front is not replaced")
+    connections = connections_to(fronts, 20)
+    for each in connections:
+        version, rows = fronts.rows(each)
+        assert version == f"{how}" and (rows == float(how)).all()
+        each.close()
+    until(lambda: fronts.counter('thermocline_ids_total{model="tables"}') >= counted + 20 * ROWS, "counts were lost")
+
+
+def test_loads_and_unloads_concern_all_fronts(fronts: Fronts) -> None:
+    thermocline.save(fronts.model, fronts.folder)
+    assert fronts.ask("/v2/repository/models/tables/load", {}) == ""
+    version = fronts.group.version
+    assert {fronts.rows()[0] for _ in range(12)} == {version}
+    assert "there is no model" in fronts.ask("/v2/repository/models/nothing/load", {})["error"]
+    assert fronts.ask("/v2/repository/models/tables/unload", {}) == ""
+    for _ in range(6):
+        assert "error" in fronts.ask("/v2/models/tables") and "error" in fronts.ask("/v2/models/rank")
+    assert fronts.ask("/v2/repository/index", {})[0]["state"] == "UNAVAILABLE"
+    assert fronts.ask("/v2/repository/models/tables/load", {}) == ""
+    for _ in range(6):
+        assert fronts.rows()[0] == version and fronts.ask("/v2/models/rank")["versions"] == [version]
+
+
+def test_a_port_is_shared_by_the_fronts_of_one_server_only(fronts: Fronts) -> None:
+    with pytest.raises(BadInput) as caught:
+        reserve_port("127.0.0.1", fronts.server.grpc_port, "grpc_port")
+    assert caught.value.parameter == "grpc_port"
+
+
+def test_sigterm_ends_the_server_and_its_fronts(tmp_path: Path) -> None:
+    thermocline.save(thermocline.EmbeddingBag(63, 8, mode="sum"), tmp_path)
+    command = [sys.executable, "-c", "from thermocline.cli import main; main()", "serve", "run", tmp_path, "--shards", "1"]
+    command += ["--fronts", "2", "--http-port", "0", "--grpc-port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline().startswith("ready: ")
+            below = [pid for each in Path(f"/proc/{server.pid}/task").glob("*/children") for pid in each.read_text().split()]
+            server.terminate()
+            _, logged = server.communicate(timeout=PATIENCE_S)
+        finally:
+            server.kill()
+    assert server.returncode == 0 and len(below) >= 2
+    assert [json.loads(line)["event"] for line in logged.splitlines() if line[:1] == "{"][-2:] == ["draining", "stopped"]
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in below)
+
+
+# -- messages and counts --
+
+
+def test_packed_values_come_back_in_every_bit() -> None:
+    tensors = [
+        torch.arange(63, dtype=torch.bfloat16)[::2],
+        torch.tensor(3.5),
+        torch.zeros(0, 7),
+        torch.ones(3, dtype=torch.bool),
+    ]
+    ids = np.arange(1001) * 7
+    segment = pack({"tensors": tensors, "ids": ids, "same": [ids, ids], "empty": np.zeros((0, 3))})
+    found = unpack(os.dup(segment.descriptor))
+    del segment
+    for one, other in zip(found["tensors"], tensors, strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype and one.shape == other.shape
+    np.testing.assert_array_equal(found["ids"], ids)
+    assert found["same"][0] is found["same"][1] and found["empty"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("length", [0, 1, 70_000, 1_000_003])
+def test_messages_have_any_length(length: int) -> None:
+    mine, theirs = socket_pair()
+    reading, writing = os.pipe()
+    with mine, theirs:
+        send_message(mine, {"text": "x" * length, "apart!": 1}, [writing])
+        message, (copy,) = receive_message(theirs)
+    assert message == {"text": "x" * length, "apart!": 1}
+    os.write(copy, b"1")
+    assert os.read(reading, 2) == b"1"
+    for each in (reading, writing, copy):
+        os.close(each)
+
+
+def test_counts_of_processes_add_up_to_those_of_one() -> None:
+    parts, whole, added = [ModelMetrics("a"), ModelMetrics("a")], ModelMetrics("a"), ModelMetrics("a")
+    sent: list[dict[str, Any]] = [{}, {}]
+    random = np.random.default_rng(1)
+    for number in range(63):
+        part, seconds = parts[number % 2], random.exponential(1e-3, 4)
+        for one in (part, whole):
+            one.record(*seconds, 3)
+            one.failed["NOT_FOUND"] += number % 3
+            one.batches[number % 5] += 1
+        now = part.counts()
+        added.add(json.loads(json.dumps(subtract_counts(now, sent[number % 2]))))
+        sent[number % 2] = now
+    found, expected = added.counts(), whole.counts()
+    for stage, counts in found["stages"].items():
+        assert counts.pop("total") == pytest.approx(expected["stages"][stage].pop("total"))
+    assert found == expected
