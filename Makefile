@@ -17,7 +17,7 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
-	$(BIN)/pytest tests --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/pytest tests --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Models of other libraries, converted and not (docs/zoo.md). ZOO_PYTHON is the Python of an environment with these libraries.
 ZOO_PYTHON ?= .venv-interop/bin/python

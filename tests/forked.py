@@ -57,6 +57,13 @@ def _run(code: str, arguments: list[str], cwd: str, environment: dict[str, str],
     exec(compile(code, "<string>", "exec"), main.__dict__)
 
 
+def script(path: str | Path, *arguments: object, **options: Any) -> Forked:
+    """A process that runs a file, which may import the modules beside it."""
+    folder = os.path.dirname(path)
+    code = f"import runpy, sys; sys.path.insert(0, {folder!r}); runpy.run_path({str(path)!r}, run_name='__main__')"
+    return Forked(code, *arguments, **options)
+
+
 def thermocline(*arguments: object, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command line; `before` is Python code to run there first."""
     code = f"import sys\n{before}\nsys.argv[0] = 'thermocline'\nfrom thermocline.cli import main\nmain()"

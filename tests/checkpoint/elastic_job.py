@@ -1,4 +1,4 @@
-"""A training script for torchrun: resumes by itself, and kills one of its ranks once, between two saves.
+"""A training script for torchrun: resumes by itself, and kills one of its ranks in each start, before a step.
 
 A file `until` in the folder says before which step all ranks wait, for whoever wants to do something to them meanwhile.
 """
@@ -22,7 +22,7 @@ import thermocline as tc
 STEPS = 10
 
 
-def main(folder: Path, kill_at: int) -> None:
+def main(folder: Path, kill_at: list[int]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -30,13 +30,14 @@ def main(folder: Path, kill_at: int) -> None:
     tables = [table_plan(name, 0, 0, "int8") for name in ("user", "item", "shop")]
     tc.shard_(model, plan_of(1, size, tables), reduce="sum")  # for as many ranks as there are
     progress = tc.resume(folder / "saved", model) or {"step": 0}
-    (folder / f"began-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}").write_text(str(progress["step"]))
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    (folder / f"began-{start}-{rank}").write_text(str(progress["step"]))
     with open(folder / "log", "a") as log:
         log.write(f"{size} {progress['step']} {os.getppid()} {os.getpid()}\n")
     for step in range(progress["step"], STEPS):
         while (folder / "until").exists() and int((folder / "until").read_text()) <= step:
             time.sleep(0.02)
-        if step == kill_at and rank == size - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if kill_at[start : start + 1] == [step] and rank == size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         each = 12 // size
         exact_loss(model.tables(batches(step, [each] * size)[rank]).values(), step, rank * each).backward()
@@ -50,4 +51,4 @@ def main(folder: Path, kill_at: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), [int(step) for step in sys.argv[2:]])

@@ -47,7 +47,7 @@ class Job:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
         launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "job"]
         launcher += ["--rdzv-conf", f"is_host={int(not self.agents)},{CONFIGURATION}", "--max-restarts", "5"]
-        command = [*launcher, "--monitor-interval", "0.1", str(HERE / "elastic_job.py"), str(self.folder), "-1"]
+        command = [*launcher, "--monitor-interval", "0.1", str(HERE / "elastic_job.py"), str(self.folder)]
         with open(self.folder / f"agent{len(self.agents)}.out", "wb") as out:
             self.agents.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
         return self.agents[-1]

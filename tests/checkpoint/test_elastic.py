@@ -16,34 +16,30 @@ from cases import Model, batches, exact_loss, joined
 HERE = Path(__file__).parent
 
 
-def torchrun(folder: Path, kill_at: int, ranks: int = 2, restarts: int = 1) -> subprocess.CompletedProcess[str]:
-    folder.mkdir(exist_ok=True)
+def torchrun(folder: Path, kill_at: list[int], ranks: int = 2) -> subprocess.CompletedProcess[str]:
     paths = [str(HERE.parent / "distributed"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/checkpoints.md says why
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
-    launcher += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
-    command = [*launcher, str(HERE / "elastic_job.py"), str(folder), str(kill_at)]
+    launcher += ["--max-restarts", "1", "--monitor-interval", "0.1"]
+    command = [*launcher, str(HERE / "elastic_job.py"), str(folder), *map(str, kill_at)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_killed_rank_and_the_result_is_exact(tmp_path):
-    done = torchrun(tmp_path / "killed", 7)
-    assert done.returncode == 0, done.stderr[-3000:]
-    began = {path.name: int(path.read_text()) for path in (tmp_path / "killed").glob("began-*")}
-    assert began == {"began-0-0": 0, "began-0-1": 0, "began-1-0": 6, "began-1-1": 6}
-    assert (tmp_path / "killed" / "digest").read_text() == digest_of_one_process([2] * elastic_job.STEPS)
-
-
-@pytest.mark.slow
-def test_a_job_that_died_on_two_ranks_goes_on_by_itself_on_three(tmp_path):
-    died = torchrun(tmp_path / "job", 4, restarts=0)
+def test_a_job_restarted_by_torchrun_dies_and_goes_on_alone_on_three_ranks_exactly(tmp_path):
+    died = torchrun(tmp_path, [4, 7])
     assert died.returncode != 0 and "SIGKILL" in died.stderr
-    done = torchrun(tmp_path / "job", -1, ranks=3)
+    assert began(tmp_path) == {"began-0-0": 0, "began-0-1": 0, "began-1-0": 3, "began-1-1": 3}
+    done = torchrun(tmp_path, [], ranks=3)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {int((tmp_path / "job" / f"began-0-{rank}").read_text()) for rank in range(3)} == {3}
-    assert (tmp_path / "job" / "digest").read_text() == digest_of_one_process([2] * 3 + [3] * (elastic_job.STEPS - 3))
+    assert [began(tmp_path)[f"began-0-{rank}"] for rank in range(3)] == [6, 6, 6]
+    assert (tmp_path / "digest").read_text() == digest_of_one_process([2] * 6 + [3] * (elastic_job.STEPS - 6))
+
+
+def began(folder: Path) -> dict[str, int]:
+    """The first step of each rank by start."""
+    return {path.name: int(path.read_text()) for path in folder.glob("began-*")}
 
 
 def digest_of_one_process(ranks: list[int]) -> str:

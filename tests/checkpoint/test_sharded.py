@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from cases import TABLES, heat_of, plan_of, table_plan, with_slots
 from sharded_ranks import Whole, made, steps
 
 import thermocline as tc
+from forked import script
 from support import has
 from thermocline.checkpoint import Checkpoint, compact
 from thermocline.checkpoint.save_job import begin_save
@@ -245,15 +243,10 @@ def test_all_ranks_resume_from_the_same_save_if_the_last_is_damaged(on_ranks, tm
 
 @pytest.mark.parametrize("dying", [0, 1])
 def test_waiting_for_a_rank_that_was_killed_ends_and_names_it(tmp_path, dying):
-    script = [sys.executable, str(Path(__file__).parent / "dying_saver.py"), str(tmp_path / "store")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    given = [str(dying), str(tmp_path / "saved")]
-    ranks = [
-        subprocess.Popen([*script, str(rank), *given], stdout=subprocess.PIPE, text=True, env=environment) for rank in range(2)
-    ]
-    said = [process.communicate(timeout=600)[0] for process in ranks]
-    assert ranks[dying].returncode == -signal.SIGKILL and ranks[1 - dying].returncode == 7, said
-    assert json.loads(said[1 - dying]) == {"rank": 1 - dying, "unresponsive": [dying]}
+    file, store, saved = Path(__file__).with_name("dying_saver.py"), tmp_path / "store", tmp_path / "saved"
+    ranks = [process.finish() for process in [script(file, store, rank, dying, saved) for rank in range(2)]]
+    assert ranks[dying].returncode == -signal.SIGKILL and ranks[1 - dying].returncode == 7, ranks
+    assert json.loads(ranks[1 - dying].stdout) == {"rank": 1 - dying, "unresponsive": [dying]}
 
 
 @pytest.mark.parametrize("incremental", [False, True])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from test_training import MIXED, tiers_plan
 from torch import nn
 
 import thermocline as tc
+from forked import script
 from support import has
 from thermocline.distributed.placement.local_shard import ReplicaMismatch
 
@@ -94,11 +92,10 @@ def test_a_rank_that_ends_is_named_on_the_others(on_ranks):
 
 
 def test_a_rank_killed_during_training_is_named_on_the_others(tmp_path):
-    script = [sys.executable, str(Path(__file__).parent / "dying_rank.py"), str(tmp_path / "store")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [subprocess.Popen([*script, str(rank)], stdout=subprocess.PIPE, text=True, env=environment) for rank in range(3)]
-    said = [process.communicate(timeout=600)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [7, -signal.SIGKILL, 7]
+    file = Path(__file__).with_name("dying_rank.py")
+    ranks = [process.finish() for process in [script(file, tmp_path / "store", rank) for rank in range(3)]]
+    assert [rank.returncode for rank in ranks] == [7, -signal.SIGKILL, 7]
+    said = [rank.stdout for rank in ranks]
     for rank in (0, 2):
         assert re.search(f"rank {rank} could not exchange with ranks 0, 1, 2: ranks? [0-9, ]*1", said[rank]), said[rank]
 

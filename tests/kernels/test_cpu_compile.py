@@ -9,13 +9,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numba
 import pytest
 from numba.core.bytecode import FunctionIdentity
 
 from forked import Forked
+from forked import script as start
 from thermocline.kernels.cpu import compile as compile_cpu
 from thermocline.kernels.cpu.cache_folder import private_folder, refusal
 from thermocline.kernels.cpu.vectors import prefetch
@@ -35,10 +35,6 @@ print("folder", compile_cpu.cache_folder())
 """
 
 
-def _start(script: Path, *arguments: str, **options: Any) -> Forked:
-    return Forked(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", *arguments, **options)
-
-
 def _finish(process: Forked) -> str:
     done = process.finish()
     assert done.returncode == 0, done.stderr
@@ -49,9 +45,9 @@ def test_one_of_several_processes_compiles_and_logs_it(tmp_path: Path) -> None:
     script = tmp_path / "toy.py"
     script.write_text(_TOY)
     variables = {"THERMOCLINE_CACHE": str(tmp_path / "cache")}
-    outputs = [_finish(each) for each in [_start(script, **variables) for _ in range(4)]]
+    outputs = [_finish(each) for each in [start(script, **variables) for _ in range(4)]]
     assert sum("compiling CPU kernels" in each for each in outputs) == 1
-    assert "compiling" not in _finish(_start(script, **variables))
+    assert "compiling" not in _finish(start(script, **variables))
     assert all(str(tmp_path / "cache") in each for each in outputs)
 
 
@@ -92,7 +88,7 @@ def test_functions_compiled_by_different_processes_are_not_confused(interrupted:
     script.write_text(_FROM_A_FACTORY)
 
     def run(kernels: str, folder: str) -> list[float]:
-        return [float(x) for x in _finish(_start(script, kernels, THERMOCLINE_CACHE=str(tmp_path / folder))).split()]
+        return [float(x) for x in _finish(start(script, kernels, THERMOCLINE_CACHE=str(tmp_path / folder))).split()]
 
     wanted = run("ab", "together")
     assert wanted[0] != wanted[1]
@@ -111,7 +107,7 @@ def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:
     blocked.write_text("a file where the cache folder should be; even root cannot write under it")
     (tmp_path / "tmp").mkdir()
     out = _finish(
-        _start(script, THERMOCLINE_CACHE=str(blocked), XDG_CACHE_HOME=str(blocked / "home"), TMPDIR=str(tmp_path / "tmp"))
+        start(script, THERMOCLINE_CACHE=str(blocked), XDG_CACHE_HOME=str(blocked / "home"), TMPDIR=str(tmp_path / "tmp"))
     )
     assert f"folder {tmp_path / 'tmp'}" in out
 
@@ -143,7 +139,7 @@ def test_another_checkout_loads_kernels_compiled_by_the_first(tmp_path: Path) ->
         script = tmp_path / name / "toy.py"
         script.parent.mkdir()
         script.write_text(_TOY)
-        outputs.append(_finish(_start(script, THERMOCLINE_CACHE=str(tmp_path / "cache"))))
+        outputs.append(_finish(start(script, THERMOCLINE_CACHE=str(tmp_path / "cache"))))
     assert ["compiling" in each for each in outputs] == [True, False]
 
 
@@ -180,7 +176,7 @@ def test_compiling_is_announced_once_where_stderr_is_no_terminal(tmp_path: Path)
     script = tmp_path / "toy.py"
     script.write_text(_TOY.replace("logging.basicConfig(level=logging.INFO, stream=sys.stdout)", ""))
     for _ in range(2):
-        _finish(_start(script, stderr=tmp_path / "err", THERMOCLINE_CACHE=str(tmp_path / "cache")))
+        _finish(start(script, stderr=tmp_path / "err", THERMOCLINE_CACHE=str(tmp_path / "cache")))
     lines = (tmp_path / "err").read_text().splitlines()
     assert len(lines) == 1 and str(tmp_path / "cache") in lines[0]
 
@@ -189,7 +185,7 @@ def test_progress_is_shown_on_a_terminal(tmp_path: Path) -> None:
     script = tmp_path / "toy.py"
     script.write_text(_TOY)
     ours, theirs = os.openpty()
-    _finish(_start(script, stderr=os.ttyname(theirs), THERMOCLINE_CACHE=str(tmp_path / "cache")))
+    _finish(start(script, stderr=os.ttyname(theirs), THERMOCLINE_CACHE=str(tmp_path / "cache")))
     os.close(theirs)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)

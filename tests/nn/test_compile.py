@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -104,9 +105,10 @@ def test_dynamic_sizes_compile_once(kind):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("update", ["backward", "step"])
-@pytest.mark.parametrize("kind", KINDS)
+INDUCTOR = [("padded bags", "backward", "inductor"), ("features", "step", "inductor")]  # which takes seconds
+
+
+@pytest.mark.parametrize("kind, update, backend", [*product(KINDS, ["backward", "step"], ["aot_eager"]), *INDUCTOR])
 def test_several_compiled_lookups_of_a_table_are_one_step(kind, update, backend):
     torch.manual_seed(0)
     make, width, inputs = KINDS[kind]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import thermocline as tc
+from forked import script
 from support import has, mentions, module_arguments
 
 OPTIMIZERS = [tc.SGD(lr=0.1), tc.Adagrad(lr=0.1), tc.RowwiseAdagrad(lr=0.1), tc.Adam(lr=0.1)]
@@ -344,9 +343,8 @@ def test_a_model_whose_gradients_wait_is_compiled_in_one_graph():
 
 
 def test_rows_that_would_diverge_between_ranks_are_refused(tmp_path: Path):
-    script = Path(__file__).with_name("ddp_rank.py")
-    ranks = [subprocess.Popen([sys.executable, script, str(rank), tmp_path]) for rank in range(2)]
-    assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
+    ranks = [script(Path(__file__).with_name("ddp_rank.py"), rank, tmp_path) for rank in range(2)]
+    assert [rank.finish().returncode for rank in ranks] == [0, 0]
 
 
 def test_torchs_get_and_set_state_dict_take_converted_models():

@@ -56,24 +56,35 @@ Logdir = Annotated[
     Path | None, typer.Option("--logdir", metavar="FOLDER", callback=check_folder, help="Folder for TensorBoard scalars.")
 ]
 
+# Options of the DLRM.
+ClickFile = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="FILE", help="Parquet, CSV with a header, or Criteo TSV. [default: a synthetic log]"),
+]
+Label = Annotated[
+    str, typer.Option("--label", metavar="COLUMN", help="Label column of 0 and 1; or COLUMN>=NUMBER.", show_default="label")
+]
+Ids = Annotated[str, typer.Option("--ids", help="Id columns, such as user,item or C1..C26.", show_default="C1, C2, ...")]
+Dense = Annotated[
+    str, typer.Option("--dense", help="Columns of numbers, such as price,age or I1..I13.", show_default="I1, I2, ...")
+]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="BYTES", help="With --precision auto, bytes of rows and cache: 2GiB, or 1/8 of fp32."),
+]
+Residency = Annotated[
+    str, typer.Option("--residency", help="Memory of the tables: device, or host (rows are prefetched to the GPU).")
+]
+
 app = command_group("Train a reference model.", "thermocline train dlrm --precision int8")
 
 
 @app.command(epilog="Example:  thermocline train dlrm --data clicks.csv --label clicked --ids user,item --precision int8")
 def dlrm(
-    data: Annotated[
-        Path | None,
-        typer.Option("--data", metavar="FILE", help="Parquet, CSV with a header, or Criteo TSV. [default: a synthetic log]"),
-    ] = None,
-    label: Annotated[
-        str, typer.Option("--label", metavar="COLUMN", help="Label column of 0 and 1; or COLUMN>=NUMBER.", show_default="label")
-    ] = "",
-    ids: Annotated[
-        str, typer.Option("--ids", help="Id columns, such as user,item or C1..C26.", show_default="C1, C2, ...")
-    ] = "",
-    dense: Annotated[
-        str, typer.Option("--dense", help="Columns of numbers, such as price,age or I1..I13.", show_default="I1, I2, ...")
-    ] = "",
+    data: ClickFile = None,
+    label: Label = "",
+    ids: Ids = "",
+    dense: Dense = "",
     skip_bad: SkipBad = 0,
     test: Annotated[
         Path | None, typer.Option("--test", metavar="FILE", help="Test log. [default: the last 20% of --data]")
@@ -83,14 +94,9 @@ def dlrm(
     hashed: Hash = None,
     precision: Precision = None,
     cache: Cache = None,
-    budget: Annotated[
-        str | None,
-        typer.Option("--budget", metavar="BYTES", help="With --precision auto, bytes of rows and cache: 2GiB, or 1/8 of fp32."),
-    ] = None,
+    budget: Budget = None,
     policy: Policy = "lfu",
-    residency: Annotated[
-        str, typer.Option("--residency", help="Memory of the tables: device, or host (rows are prefetched to the GPU).")
-    ] = "device",
+    residency: Residency = "device",
     dim: Dim = 16,
     batch: Batch = 256,
     epochs: Epochs = 1,

@@ -1,4 +1,4 @@
-"""`shard_torchrec_`: a TorchRec model, placed as a plan of TorchRec says, with rows of ours: one line in place of
+"""`shard_torchrec_`: a TorchRec model, placed as a plan of TorchRec says, with this package's rows: one line in place of
 `DistributedModelParallel`.
 
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
@@ -39,7 +39,7 @@ def shard_torchrec_(
     heat: HeatProfile | None = None,
     topology: Topology | None = None,
 ) -> Sharding:
-    """Replace the collections of a TorchRec model by shards of ours, placed as TorchRec's plan says. Collective.
+    """Replace the collections of a TorchRec model by sharded ones, placed as TorchRec's plan says. Collective.
 
     Collections keep their input and output: a KeyedJaggedTensor, and a KeyedTensor or JaggedTensors. Rows are those of the
     model, or new ones where it is on the device "meta".

@@ -1,7 +1,7 @@
 """`KeyedMap`: an elastic map together with the ids that have rows, as a checkpoint or a moment of training has them.
 
 Ids with a row of their own read it, all others read shared rows by hash, as in training. Ids that a publish moved lie beside
-the others (`moved`) until nobody reads an earlier version. Then the key table is changed in place.
+the others (`moved`) until no lookup reads an earlier version. Then the key table is changed in place.
 """
 
 from __future__ import annotations

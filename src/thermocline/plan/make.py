@@ -127,7 +127,7 @@ class PlanRequest:
     on_host: frozenset[str] = frozenset()  # tables with codes in host memory
     notes: tuple[str, ...] = ()
     sums: str = "fp32"  # precision of pooled sums on the wire
-    cap: int = 0  # bytes that tables may fill on a GPU that has so many; `budget` is that of the smallest GPU
+    cap: int = 0  # bytes that tables may fill on any GPU; `budget` is what they may fill on the smallest
 
     @property
     def tables(self) -> TablesConfig:

@@ -1,7 +1,7 @@
 """Changed rows of a module, copied as a checkpoint of this moment would be served.
 
 A cached row is served rounded to nearest, as a checkpoint's is; a table with rows in several precisions is served in fp32. Rows
-that left the cache have other bits than the rounded value that was published, and nobody counted a change: slots are compared
+that left the cache have other bits than the rounded value that was published, and no change was counted: slots are compared
 with those of the publish before.
 
 A rank of a sharded module sends the rows whose home it is. It keeps the number of each of its rows in the table, four bytes a

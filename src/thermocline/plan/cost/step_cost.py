@@ -226,7 +226,7 @@ def at_once(tier: int, exchange: Exchange) -> bool:
     return tier == 3 and exchange == "flat"
 
 
-BagLengths = Sequence[tuple[float, float]]  # lookups of a bag, and the share of the bags with so many
+BagLengths = Sequence[tuple[float, float]]  # lookups of a bag, and the share of bags with this number
 
 
 def expected_owners(lengths: BagLengths, ranks: int, hot_H: Floats | None = None) -> float:

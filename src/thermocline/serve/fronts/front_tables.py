@@ -1,6 +1,6 @@
 """Tables of a front process: the segments of the server's shards, mapped, and the versions that the server shows.
 
-The server decides what is served; a front switches versions when it is told, and says when no lookup reads an earlier one.
+The server decides what is served; a front switches versions on its message, and reports when no lookup reads an earlier one.
 """
 
 from __future__ import annotations

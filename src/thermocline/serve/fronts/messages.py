@@ -1,7 +1,7 @@
 """Messages between a server and its front processes: JSON with descriptors, and versions of tables in shared memory.
 
 A version is pickled with its arrays apart, in one segment that all fronts map: id maps and dense parameters are in memory once.
-Pickles are safe here: both ends are processes of one server, on a socket pair that nobody else has.
+Pickles are safe here: both ends are processes of one server, on a socket pair that no other process has.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class PublishedModel:
     def put_log(
         self, source: CheckpointSource, version: TableVersion, hosts: RemoteHosts | None, held: int
     ) -> LoadedLog:  # fmt: skip
-        """Write the log of a checkpoint to a version that nobody reads yet. Returns where it leads to."""
+        """Write the log of a checkpoint to a version that no lookup reads yet. Returns where it leads to."""
         run, base = contained_publish(source.checkpoint)
         number, at, dense = base, 0.0, dict(version.dense)
         try:

@@ -2,8 +2,8 @@
 
     message     size of JSON, size of data, JSON, data, HMAC-SHA256 of all of it, the direction and the number of the message
 
-A recorded message fits no other session and no other place in its own. Without TLS, content is readable on the network; nobody
-without the secret can change it. Strangers get nothing but a random number.
+A recorded message fits no other session and no other place in its own. Without TLS, content is readable on the network, but
+only holders of the secret can change it. Strangers get nothing but a random number.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def write_in_place(version: TableVersion, hosts: RemoteHosts | None, number: int
 def put_deltas(
     version: TableVersion, deltas: Mapping[str, RowDelta], hosts: RemoteHosts | None = None, number: int = 0
 ) -> None:  # fmt: skip
-    """Write rows to the shards of a version. Nobody may read these rows there. `number`: of the version on other hosts."""
+    """Write rows to the shards of a version. No lookup may read these rows there. `number`: of the version on other hosts."""
     local: list[Any] = [segment for segment in version.segments if isinstance(segment, Tensor)]
     for index, layout in enumerate(version.layout.tables):
         if (delta := deltas.get(layout.table.name)) is None or not len(delta.rows_K):
@@ -72,7 +72,7 @@ def put_deltas(
 
 
 def put_moved(version: TableVersion) -> None:
-    """Write moved ids to the key tables of a version. Nobody may find these ids there."""
+    """Write moved ids to the key tables of a version. No lookup may find these ids there."""
     for map in version.key_maps.values():
         if map.moved is not None and map.keys is not None:
             map.keys.put(map.moved)

@@ -4,11 +4,10 @@ A lookup takes a `TableVersion` once and uses it to the end: base pointers, id m
 another value, published by one assignment. So all rows of a request come from one version, without locks. Segments are freed
 with the last version that refers to them.
 
-**Deltas** (rows that a publish or an incremental save changed) go to an *overlay*: a segment with the changed rows in ascending
-order, which lookups of the new version read instead. Once no lookup of an earlier version is left, nobody reads those rows in
-the shards: they are written there, and a version without the overlay follows (`in_place.py`). Ids that moved wait beside
-their key table likewise. So memory holds two copies of a row only while a lookup needs the old one, and rows that a lookup may
-read are never written.
+**Deltas** (rows that a publish or an incremental save changed) go to an *overlay*: a segment with the changed rows in
+ascending order, which lookups of the new version read instead. After the last lookup of an earlier version, rows are written
+to the shards, and a version without the overlay follows (`in_place.py`). Ids that moved wait beside their key table likewise.
+So memory holds two copies of a row only while a lookup needs the old one, and rows that a lookup may read are never written.
 """
 
 from __future__ import annotations
