@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 TEXT = "BYTES"
 PIECE = 1 << 13  # values that are converted at once
-UNSUPPORTED = ("shared_memory_region", "classification", "sequence_id")  # parameters of Triton's extensions
+UNSUPPORTED = ("classification", "sequence_id")  # parameters of Triton's extensions
 
 
 class RequestLimits(NamedTuple):
@@ -49,6 +49,9 @@ class RequestLimits(NamedTuple):
 DEFAULT_LIMITS = RequestLimits()
 
 
+Place = Callable[[str, Array], "dict[str, Any] | None"]
+
+
 class InferRequest(NamedTuple):
     """An inference request of either protocol."""
 
@@ -58,6 +61,8 @@ class InferRequest(NamedTuple):
     inputs: dict[str, Array]
     outputs: tuple[str, ...]  # empty: all
     timeout: float = math.inf  # seconds that it may wait in the queue
+    place: Place | None = None  # puts an output into shared memory, and returns its parameters; None for other outputs
+    copied: int = 0  # bytes of inputs that were in shared memory
 
 
 def refuse_count(of: str, found: int, limit: int, way_out: str = "split it into several") -> None:
