@@ -48,11 +48,11 @@ class SharedRange(NamedTuple):
         """The range that a tensor's parameters give, if they give one."""
         if REGION not in parameters:
             return None
-        found = parameters[REGION], parameters.get(OFFSET, 0), parameters.get(SIZE)
-        if not isinstance(found[0], str) or any(type(each) is not int or each < 0 for each in found[1:]):
+        region, offset, size = parameters[REGION], parameters.get(OFFSET, 0), parameters.get(SIZE)
+        if not isinstance(region, str) or not _is_size(offset) or not _is_size(size):
             words = f"tensor {tensor!r}: {REGION} must be a name, {SIZE} and {OFFSET} integers of 0 or more"
             raise BadInput(words, parameter=tensor)
-        return cls(*found)
+        return cls(region, offset, size or 0)
 
     def parameters(self) -> dict[str, Any]:
         """Parameters of an output that lies here."""
@@ -66,11 +66,11 @@ class SharedRegions:
         self.prefix = prefix
         self.regions: dict[str, SharedRegion] = {}
 
-    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+    def register(self, name: Any, key: Any, offset: Any, byte_size: Any) -> None:
         """Register a region. Raises `BadInput` if its file is not there, too short, or not for clients."""
         self._check_enabled()
-        integers = all(type(each) is int and each >= 0 for each in (offset, byte_size))
-        if not isinstance(name, str) or not 0 < len(name) <= 256 or not isinstance(key, str) or not integers:
+        names = isinstance(name, str) and 0 < len(name) <= 256 and isinstance(key, str)
+        if not names or not _is_size(offset) or not _is_size(byte_size):
             raise BadInput("a region needs a name, a key, and an offset and a byte_size of 0 or more", parameter="region")
         if name in self.regions or len(self.regions) >= MAX_REGIONS:
             limit = f"there are {len(self.regions)} regions, the limit is {MAX_REGIONS}"
@@ -115,7 +115,7 @@ class SharedRegions:
         if array.nbytes > at.size:
             words = f"output {tensor!r} has {array.nbytes:,} bytes, and {SIZE} is {at.size:,}"
             raise BadInput(words, parameter=tensor, needed=array.nbytes, available=at.size)
-        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         with _opened(region.key, self.prefix or "") as (file, size):
             if begin + len(data) > size:  # writing beyond its end would make it longer
                 raise BadInput(f"tensor {tensor!r}: region {at.region!r} has become shorter", parameter=tensor)
@@ -148,6 +148,10 @@ class SharedRegions:
         if self.prefix is None:
             words = f"{REGION} is not supported by this server: start it with --shared-memory, or send tensors with the request"
             raise BadInput(words, parameter=REGION)
+
+
+def _is_size(given: object) -> bool:
+    return type(given) is int and given >= 0
 
 
 @contextmanager
