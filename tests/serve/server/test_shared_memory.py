@@ -152,7 +152,8 @@ def test_ranges_are_checked_and_files_that_shrink_end_nothing(running, region):
     assert infer(running, ask(output=4 * DIM)) == 200
     assert infer(running, ask(output=4 * DIM - 1)) == infer(running, ask(output=65)) == 400
     os.truncate(f"/dev/shm/{memory.name}", 4)
-    assert infer(running, ask()) == infer(running, ask(output=4 * DIM)) == 400
+    inline = [{"name": "user", "shape": [1], "datatype": "INT64", "data": [3]}]
+    assert infer(running, ask()) == infer(running, ask(output=4 * DIM) | {"inputs": inline}) == 400
     assert os.stat(f"/dev/shm/{memory.name}").st_size == 4
     os.truncate(f"/dev/shm/{memory.name}", 64)
     memory.buf[:64] = bytes(64)
