@@ -7,6 +7,8 @@
     balance/...   balance of shards on real logs (`balance.py`)
     hosts/...     shards on two hosts, against one host (`hosts.py`)
     levers/...    a trained model served in fewer bytes: size, speed and quality (`levers.py`)
+    fronts/...    several front processes, against one (`fronts.py`)
+    stall/...     waits of others and memory while large requests are answered (`stall.py`)
     lean/...      processor time of a request, against an echo server's (`lean.py`)
     network/...   the server against other servers of the protocol, by processor time (`network.py`)
 
@@ -21,6 +23,7 @@ from typing import Any
 
 from benchmarks.runner.record import Recorder
 from benchmarks.serve import balance as serve_balance
+from benchmarks.serve import fronts as serve_fronts
 from benchmarks.serve import group as serve_group
 from benchmarks.serve import hosts as serve_hosts
 from benchmarks.serve import lean as serve_lean
@@ -28,6 +31,7 @@ from benchmarks.serve import levers as serve_levers
 from benchmarks.serve import network as serve_network
 from benchmarks.serve import parity as serve_parity
 from benchmarks.serve import ranking as serve_rank
+from benchmarks.serve import stall as serve_stall
 from benchmarks.serve import start as serve_start
 
 Progress = Callable[[int, int, str], None]
@@ -56,6 +60,8 @@ def run(
         serve_hosts.run(recorder, wanted, quick, progress)
         serve_levers.run(recorder, wanted, quick, progress)
         serve_lean.run(recorder, wanted, quick, progress)
+        serve_fronts.run(recorder, wanted, quick, progress)
+        serve_stall.run(recorder, wanted, quick, progress)
         if data is None or not data.is_dir():
             recorder.note(f"no logs: {data} is not a folder; balance was not measured")
         else:

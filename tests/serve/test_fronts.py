@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from thermocline.serve.tables.shard_server import socket_pair
 
 ROWS, DIM, NAMES = 211, 8, ("user", "item", "shop")
 PATIENCE_S = 120.0
+PREFIX = f"thermocline-{os.getpid()}-"
 IDS = {"user": np.arange(ROWS)}
 INFER = "/v2/models/{}/infer"
 
@@ -72,7 +74,9 @@ class Fronts:
     async def _start(self) -> None:
         limits = ServerLimits(drain=3)
         repository = make_repository(self.folder, ShardConfig(2), limits)
-        self.server = FrontsServer(repository, ServerConfig(http_port=0, grpc_port=0, limits=limits, fronts=2))
+        self.server = FrontsServer(
+            repository, ServerConfig(http_port=0, grpc_port=0, limits=limits, fronts=2, shared_memory=PREFIX)
+        )
         await self.server.start()
         await self.server.load_all()
 
@@ -174,6 +178,24 @@ def test_texts_are_ids_of_hashed_tables(fronts: Fronts, client: Any) -> None:
     port = fronts.server.grpc_port if client is over_grpc else fronts.server.http_port
     with client.InferenceServerClient(f"127.0.0.1:{port}") as own:
         np.testing.assert_array_equal(own.infer("tables", [data]).as_numpy("user"), expected)
+
+
+def test_shared_memory_is_known_to_all_fronts(fronts: Fronts) -> None:
+    memory = shared_memory.SharedMemory(f"{PREFIX}ids", create=True, size=8 * ROWS)
+    try:
+        memory.buf[: 8 * ROWS] = np.arange(ROWS).tobytes()
+        fronts.ask("/v2/systemsharedmemory/region/ids/register", {"key": memory.name, "byte_size": 8 * ROWS})
+        ids = over_grpc.InferInput("user", [ROWS], "INT64")
+        ids.set_shared_memory("ids", 8 * ROWS)
+        expected = fronts.group.lookup({"user": range(ROWS)})["user"].numpy()
+        for _ in range(8):
+            with over_grpc.InferenceServerClient(f"127.0.0.1:{fronts.server.grpc_port}") as client:
+                np.testing.assert_array_equal(client.infer("tables", [ids]).as_numpy("user"), expected)
+        fronts.ask("/v2/systemsharedmemory/unregister", {})
+        assert {len(fronts.ask("/v2/systemsharedmemory/status")) for _ in range(8)} == {0}
+    finally:
+        memory.close()
+        memory.unlink()
 
 
 def constant(group: Any, value: float) -> dict[str, RowDelta]:

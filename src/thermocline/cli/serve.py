@@ -57,6 +57,10 @@ PublishPort = Annotated[
     int | None,
     typer.Option("--publish-port", min=0, max=65_535, help="Port for trainers that publish rows (0 picks a free port)."),
 ]
+SharedMemory = Annotated[
+    str | None,
+    typer.Option("--shared-memory", metavar="PREFIX", help="Take tensors from shared memory whose name begins with PREFIX."),
+]
 Fronts = Annotated[int, typer.Option("--fronts", min=1, help="Number of processes that answer clients; they share the rows.")]
 Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Maximum queue delay of a batch, in milliseconds.")]
 Queue = Annotated[int, typer.Option("--queue", min=1, help="Maximum number of queued requests; more are refused.")]
@@ -117,6 +121,7 @@ def run(
     follow: Follow = 0.0,
     publish_port: PublishPort = None,
     fronts: Fronts = 1,
+    shared_memory: SharedMemory = None,
     wait: Wait = 0.0,
     queue: Queue = 1024,
     max_ids: MaxIds = 1 << 18,
@@ -159,7 +164,7 @@ def run(
     )  # fmt: skip
     server_config = ServerConfig(
         host, http_port, grpc_port, credentials, limits,
-        follow, model_control == "explicit", publish_port, fronts, tuple(allow_host or ())
+        follow, model_control == "explicit", publish_port, tuple(allow_host or ()), shared_memory, fronts
     )  # fmt: skip
     _exit(_serve(folder, config, server_config, json, quiet))
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from thermocline.errors import BadInput
 from thermocline.serve.errors import DeadlineExceeded, NotAllowed, NotReady, Overloaded, UnknownModel
+from thermocline.serve.protocol.shared_memory import SharedRegion
 from thermocline.serve.served_model import ModelSignature
 from thermocline.serve.server.config import ServerConfig
 from thermocline.serve.server.inference_service import InferenceService, version_of_config
@@ -48,6 +49,7 @@ class FrontRepository(ModelRepository):
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(Path(), ShardConfig(), config.limits, ServerMetrics())
         self.tables: dict[str, FrontTables] = {}
+        self.on_regions: Callable[[list[list[Any]]], None]
         self.state: dict[str, Any] = {"ready": False, "names": [], "loading": [], "shards": {}}
 
     def names(self) -> list[str]:
@@ -83,6 +85,7 @@ class FrontRepository(ModelRepository):
         self.state = state
         for name, tables in self.tables.items():
             tables.report(state["shards"].get(name, []))
+        self.on_regions(state["regions"])
 
     def counts(self) -> dict[str, Any]:
         """Everything that this front has counted."""
@@ -151,6 +154,10 @@ class FrontService(InferenceService):
     def __init__(self, repository: FrontRepository, config: ServerConfig, asks: ServerAsks) -> None:
         super().__init__(repository, config)
         self._asks = asks
+        repository.on_regions = self._show_regions
+
+    def _show_regions(self, regions: list[list[Any]]) -> None:
+        self.regions.regions = {each[0]: SharedRegion(*each) for each in regions}
 
     async def report(self, what: str, *given: Any) -> Any:
         return await self._asks.ask(what, *given)

@@ -104,7 +104,7 @@ class FrontProcesses:
         self._config, self._heard = config, heard
         self._lock = threading.RLock()  # of orders: one at a time
         self._shown: dict[str, ShownVersion] = {}
-        self._state: dict[str, Any] = {"do": "state", "ready": False, "names": [], "loading": [], "shards": {}}
+        self._state: dict[str, Any] = {"do": "state", "ready": False, "names": [], "loading": [], "shards": {}, "regions": []}
         self._closing = False
         self.running: dict[int, FrontProcess] = {}
 

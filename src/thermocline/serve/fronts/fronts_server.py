@@ -63,7 +63,8 @@ class FrontsServer(InferenceServer):
         names, repository = self.repository.names(), self.repository
         served = {each.model.name: [list(shard) for shard in each.model.shards()] for each in repository.all_served()}
         loading = [each["name"] for each in repository.index() if each["state"] == "LOADING"]
-        state = {"ready": repository.ready, "names": names, "loading": loading, "shards": served}
+        regions = [list(each) for each in self._service.regions.regions.values()]
+        state = {"ready": repository.ready, "names": names, "loading": loading, "shards": served, "regions": regions}
         await self._loop.run_in_executor(None, self._fronts.show_state, state)
 
     async def _close_ports(self) -> None:
@@ -107,7 +108,10 @@ class FrontsServer(InferenceServer):
 
     async def _do(self, what: str, given: Sequence[Any]) -> Any:
         if what not in ("load", "unload"):
-            return await self._service.report(what, *given)
+            found = await self._service.report(what, *given)
+            if what in ("register", "unregister"):
+                await self._show_state()
+            return found
         if self.repository.draining:
             raise NotReady("the server is shutting down; ask another, or try again")
         if what == "load":

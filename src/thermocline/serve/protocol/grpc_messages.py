@@ -18,11 +18,13 @@ from thermocline.errors import BadInput
 
 from . import schema
 from .new_bytes import join
+from .shared_memory import NO_REGIONS, SharedRange, SharedRegions
 from .tensors import (
     DATATYPES,
     DEFAULT_LIMITS,
     Array,
     InferRequest,
+    Place,
     RequestLimits,
     from_bytes,
     from_values,
@@ -51,39 +53,51 @@ def parse(name: str, data: bytes, message: Callable[[str], Any] = schema.message
         raise BadInput(f"the {len(data)} bytes of this request are not a {name}: {error}", parameter=name) from error
 
 
-def read_request(data: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> InferRequest:
-    """Read a ModelInferRequest whose counts are checked. Either all inputs have raw bytes, or all have typed contents."""
+def read_request(
+    data: bytes, limits: RequestLimits = DEFAULT_LIMITS, regions: SharedRegions = NO_REGIONS
+) -> InferRequest:  # fmt: skip
+    """Read a ModelInferRequest whose counts are checked. All inputs that are not in shared memory have raw bytes, or all typed
+    contents."""
     message = parse("ModelInferRequest", data)
     raw, tensors = message.raw_input_contents, message.inputs
     if len(tensors) > limits.tensors or len(message.outputs) > limits.tensors:
         refuse_count("inputs", len(tensors), limits.tensors)
         refuse_count("outputs", len(message.outputs), limits.tensors)
-    timeout = math.inf
-    if message.parameters:
-        refuse_unsupported(message.parameters)
-        timeout = _timeout(message.parameters)
-    if raw and len(raw) != len(tensors):
+    timeout = read_timeout(_parameters(message.parameters)) if message.parameters else math.inf
+    ranges = {
+        tensor.name: SharedRange.of(tensor.name, _parameters(tensor.parameters)) for tensor in tensors if tensor.parameters
+    }
+    shared = {name: each for name, each in ranges.items() if each is not None}
+    if raw and len(raw) != len(tensors) - len(shared):
         words = f"{len(tensors)} inputs but {len(raw)} raw_input_contents; give as many, or none and typed contents"
         raise BadInput(words, parameter="raw_input_contents")
     inputs: dict[str, Array] = {}
-    for at, tensor in enumerate(tensors):
+    copied, pieces = 0, iter(raw)
+    for tensor in tensors:
         name = tensor.name
-        if tensor.parameters:
-            refuse_unsupported(tensor.parameters)
         if name in inputs:
             raise BadInput(f"input {name!r} occurs twice", parameter=name)
-        inputs[name] = from_bytes(name, tensor.datatype, tensor.shape, raw[at], limits) if raw else _from_contents(tensor)
-    for wanted in message.outputs:
-        if wanted.parameters:
-            refuse_unsupported(wanted.parameters)
-    outputs = tuple([wanted.name for wanted in message.outputs])
-    return InferRequest(message.model_name, message.model_version, message.id, inputs, outputs, timeout)
+        if (at := shared.get(name)) is not None:
+            data = regions.read(name, at, limits.values)
+            copied += len(data)
+        elif raw:
+            data = next(pieces)
+        else:
+            inputs[name] = _from_contents(tensor)
+            continue
+        inputs[name] = from_bytes(name, tensor.datatype, tensor.shape, data, limits)
+    wanted = [
+        (each.name, SharedRange.of(each.name, _parameters(each.parameters))) for each in message.outputs if each.parameters
+    ]
+    place = regions.placer({name: each for name, each in wanted if each is not None}) if wanted else None
+    outputs = tuple([each.name for each in message.outputs])
+    return InferRequest(message.model_name, message.model_version, message.id, inputs, outputs, timeout, place, copied)
 
 
-def _timeout(parameters: Mapping[str, Any]) -> float:
-    """Seconds that a request may wait, from Triton's parameters, of which it has no other."""
-    given = {name: getattr(each, each.WhichOneof("parameter_choice") or "int64_param") for name, each in parameters.items()}
-    return read_timeout(given)
+def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Triton's parameters as Python values."""
+    refuse_unsupported(given)
+    return {name: getattr(each, each.WhichOneof("parameter_choice") or "int64_param") for name, each in given.items()}
 
 
 def _from_contents(tensor: Any) -> Array:
@@ -105,12 +119,18 @@ def response_head(model: str, version: str, id: str) -> bytes:
     return head
 
 
-def write_response(model: str, version: str, id: str, outputs: Mapping[str, Array]) -> bytes:
-    """A ModelInferResponse with `raw_output_contents`."""
+def write_response(
+    model: str, version: str, id: str, outputs: Mapping[str, Array], place: Place | None = None
+) -> bytes:  # fmt: skip
+    """A ModelInferResponse with `raw_output_contents`; those of outputs in shared memory are empty."""
     message = schema.ModelInferResponse(model_name=model, model_version=version, id=id)
     pieces: list[Any] = [b""]
     for name, array in outputs.items():
-        message.outputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
+        output = message.outputs.add(name=name, datatype=DATATYPES[array.dtype], shape=array.shape)
+        if place is not None and (placed := place(name, array)) is not None:
+            for key, value in placed.items():
+                setattr(output.parameters[key], "string_param" if isinstance(value, str) else "int64_param", value)
+            array = array[:0]
         pieces.append(_RAW_OUTPUT + varint(array.nbytes))
         pieces.append(np.ascontiguousarray(array).data if array.nbytes else b"")
     pieces[0] = message.SerializeToString()

@@ -19,11 +19,13 @@ import orjson
 from thermocline.errors import BadInput
 
 from .new_bytes import join
+from .shared_memory import NO_REGIONS, SharedRange, SharedRegions
 from .tensors import (
     DATATYPES,
     DEFAULT_LIMITS,
     Array,
     InferRequest,
+    Place,
     RequestLimits,
     from_bytes,
     from_values,
@@ -49,17 +51,19 @@ def json_length(body: bytes, header_length: str | None) -> int:
 
 
 def read_request(
-    model: str, version: str, body: bytes, length: int, limits: RequestLimits = DEFAULT_LIMITS
-) -> tuple[InferRequest, Binary]:
+    model: str, version: str, body: bytes, length: int, limits: RequestLimits = DEFAULT_LIMITS,
+    regions: SharedRegions = NO_REGIONS,
+) -> tuple[InferRequest, Binary]:  # fmt: skip
     """Read the body of an infer request, whose first `length` bytes are JSON."""
     content = read_json(body[:length], limits)
     tensors = content.get("inputs")
     if not isinstance(tensors, list):
         raise BadInput("the request needs a list 'inputs' of objects with name, shape, datatype and data", parameter="inputs")
     inputs: dict[str, Array] = {}
-    rest = memoryview(body)[length:]
+    rest, copied = memoryview(body)[length:], 0
     for tensor in tensors:
-        name, array, rest = _read_input(tensor, rest, limits)
+        name, array, rest, taken = _read_input(tensor, rest, limits, regions)
+        copied += taken
         if name in inputs:
             raise BadInput(f"input {name!r} occurs twice", parameter=name)
         inputs[name] = array
@@ -67,11 +71,12 @@ def read_request(
         words = f"{len(rest)} bytes follow the last binary tensor; binary_data_size and {HEADER_LENGTH} disagree"
         raise BadInput(words, parameter=HEADER_LENGTH)
     parameters = _parameters(content)
-    outputs, binary = _read_outputs(content.get("outputs", []), parameters.get("binary_data_output") is True)
+    outputs, binary, shared = _read_outputs(content.get("outputs", []), parameters.get("binary_data_output") is True)
     id = content.get("id", "")
     if not isinstance(id, str):
         raise BadInput("'id' must be a string", parameter="id")
-    return InferRequest(model, version, id, inputs, outputs, read_timeout(parameters)), binary
+    timeout, place = read_timeout(parameters), regions.placer(shared)
+    return InferRequest(model, version, id, inputs, outputs, timeout, place, copied), binary
 
 
 def read_json(body: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> dict[str, Any]:
@@ -89,8 +94,10 @@ def read_json(body: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> dict[str, 
     return content
 
 
-def _read_input(tensor: object, rest: memoryview, limits: RequestLimits) -> tuple[str, Array, memoryview]:
-    """One input, and the bytes that follow its own."""
+def _read_input(
+    tensor: object, rest: memoryview, limits: RequestLimits, regions: SharedRegions
+) -> tuple[str, Array, memoryview, int]:  # fmt: skip
+    """One input, the bytes that follow its own, and how many came from shared memory."""
     if not isinstance(tensor, dict):
         raise BadInput("every input must be an object with name, shape, datatype and data", parameter="inputs")
     name, datatype, shape = (tensor.get(key) for key in ("name", "datatype", "shape"))
@@ -98,24 +105,31 @@ def _read_input(tensor: object, rest: memoryview, limits: RequestLimits) -> tupl
         raise BadInput("every input needs the strings 'name' and 'datatype'", parameter="inputs")
     if not isinstance(shape, list) or not all(type(size) is int for size in shape):
         raise BadInput(f"input {name!r}: 'shape' must be a list of integers", parameter=name)
-    size = _parameters(tensor).get("binary_data_size")
+    parameters = _parameters(tensor)
+    if (at := SharedRange.of(name, parameters)) is not None:
+        return name, from_bytes(name, datatype, shape, regions.read(name, at, limits.values), limits), rest, at.size
+    size = parameters.get("binary_data_size")
     if size is None:
         if "data" not in tensor:
             raise BadInput(f"input {name!r} has neither 'data' nor 'binary_data_size'", parameter=name)
-        return name, from_values(name, datatype, shape, tensor["data"]), rest
+        return name, from_values(name, datatype, shape, tensor["data"]), rest, 0
     if type(size) is not int or not 0 <= size <= len(rest):
         words = f"input {name!r}: binary_data_size is {str(size)[:20]}, but {len(rest)} bytes follow the JSON"
         raise BadInput(words, parameter=name)
-    return name, from_bytes(name, datatype, shape, rest[:size], limits), rest[size:]
+    return name, from_bytes(name, datatype, shape, rest[:size], limits), rest[size:], 0
 
 
-def _read_outputs(wanted: object, binary: bool) -> tuple[tuple[str, ...], Binary]:
+def _read_outputs(wanted: object, binary: bool) -> tuple[tuple[str, ...], Binary, dict[str, SharedRange]]:
+    """Names of the requested outputs, those that are not JSON, and those that go to shared memory."""
     if not isinstance(wanted, list) or not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in wanted):
         raise BadInput("'outputs' must be a list of objects with a 'name'", parameter="outputs")
     if not wanted:
-        return (), None if binary else frozenset()
-    content = {one["name"]: _parameters(one).get("binary_data", binary) is True for one in wanted}
-    return tuple(content), frozenset(name for name, as_bytes in content.items() if as_bytes)
+        return (), None if binary else frozenset(), {}
+    content = {one["name"]: _parameters(one) for one in wanted}
+    ranges = {name: SharedRange.of(name, parameters) for name, parameters in content.items()}
+    shared = {name: each for name, each in ranges.items() if each is not None}
+    as_bytes = {name for name, parameters in content.items() if parameters.get("binary_data", binary) is True}
+    return tuple(content), frozenset(as_bytes | shared.keys()), shared
 
 
 def _parameters(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -136,14 +150,18 @@ def json_numbers(outputs: Mapping[str, Array], binary: Binary, limit: int) -> in
     return numbers
 
 
-def write_response(model: str, version: str, id: str, outputs: Mapping[str, Array], binary: Binary) -> tuple[bytes, int | None]:
+def write_response(
+    model: str, version: str, id: str, outputs: Mapping[str, Array], binary: Binary, place: Place | None = None
+) -> tuple[bytes, int | None]:  # fmt: skip
     """The body of a response, and the length of its JSON if bytes follow."""
     written: list[dict[str, Any]] = []
     tails: list[Any] = []
     for name, array in outputs.items():
         head: dict[str, Any] = {"name": name, "datatype": DATATYPES[array.dtype], "shape": list(array.shape)}
         flat_N = np.ascontiguousarray(array).reshape(-1)
-        if binary is None or name in binary:
+        if place is not None and (placed := place(name, array)) is not None:
+            head["parameters"] = placed
+        elif binary is None or name in binary:
             head["parameters"] = {"binary_data_size": array.nbytes}
             tails.append(flat_N.data if array.nbytes else b"")
         elif np.isfinite(flat_N).all():

@@ -1,8 +1,8 @@
 """gRPC messages and services: the `.proto` files of this folder, read into a private descriptor pool.
 
 Generated code would register the same full names as `tritonclient` in protobuf's default pool, where the second registration
-fails. So this module reads the files when it is imported. A test compares every field number with `tritonclient`'s. Shared
-memory, tracing and log settings are left out: they would let clients map the server's memory or write its files.
+fails. So this module reads the files when it is imported. A test compares every field number with `tritonclient`'s. CUDA
+shared memory, tracing and log settings are left out: they would let clients write the server's files.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 TEXT = "BYTES"
 PIECE = 1 << 13  # values that are converted at once
-UNSUPPORTED = ("shared_memory_region", "classification", "sequence_id")  # parameters of Triton's extensions
+UNSUPPORTED = ("classification", "sequence_id")  # parameters of Triton's extensions
 
 
 class RequestLimits(NamedTuple):
@@ -49,6 +49,9 @@ class RequestLimits(NamedTuple):
 DEFAULT_LIMITS = RequestLimits()
 
 
+Place = Callable[[str, Array], "dict[str, Any] | None"]
+
+
 class InferRequest(NamedTuple):
     """An inference request of either protocol."""
 
@@ -58,6 +61,8 @@ class InferRequest(NamedTuple):
     inputs: dict[str, Array]
     outputs: tuple[str, ...]  # empty: all
     timeout: float = math.inf  # seconds that it may wait in the queue
+    place: Place | None = None  # puts an output into shared memory, and returns its parameters; None for other outputs
+    copied: int = 0  # bytes of inputs that were in shared memory
 
 
 def refuse_count(of: str, found: int, limit: int, way_out: str = "split it into several") -> None:
@@ -101,8 +106,8 @@ def from_bytes(
 ) -> Array:  # fmt: skip
     """An array over `raw`, whose length must match the shape."""
     if datatype == TEXT:
-        refuse_count("values", _element_count(name, shape), limits.values)
-        return _ids_of(name, shape, list(_texts(name, raw, _element_count(name, shape))))
+        refuse_count("values", count := _element_count(name, shape), limits.values)
+        return _ids_in(name, count, raw).reshape(tuple(shape))
     dtype = dtype_of(name, datatype)
     elements = shape[0] if len(shape) == 1 else _element_count(name, shape)
     if elements * dtype.itemsize != len(raw) or elements < 0:
@@ -114,31 +119,31 @@ def from_bytes(
     return array if len(shape) == 1 else array.reshape(tuple(shape))
 
 
-def _texts(name: str, raw: bytes | memoryview, count: int) -> Iterator[memoryview]:
-    """The texts in `raw`: each has its length in four bytes before it."""
-    data, at = memoryview(raw), 0
-    for _ in range(count):
+def _ids_in(name: str, count: int, raw: bytes | memoryview) -> Array:
+    """The ids of `count` texts, each with its length in four bytes before it."""
+    _check_text(name)
+    data, at, ids_N = memoryview(raw), 0, np.empty(min(count, len(raw) // 4), np.int64)
+    for n in range(count):
         begin = at + 4
         at = begin + int.from_bytes(data[at:begin], "little")
-        if not begin <= at <= len(data):
-            raise BadInput(f"input {name!r}: a text ends at byte {at}, and there are {len(data)}", parameter=name)
-        yield data[begin:at]
+        if at > len(data):
+            raise BadInput(f"input {name!r}: text {n} ends at byte {at}, and there are {len(data)}", parameter=name)
+        ids_N[n] = id_of_text(data[begin:at])  # no list of texts, which would take thirty times as much memory
     if at != len(data):
         raise BadInput(f"input {name!r}: {count} texts take {at} bytes, not {len(data)}", parameter=name)
+    return ids_N
 
 
-def _ids_of(name: str, shape: Sequence[int], texts: Sequence[str | bytes | memoryview]) -> Array:
-    if (count := _element_count(name, shape)) != len(texts):
-        raise BadInput(f"input {name!r}: shape {list(shape)} has {count} values, but data has {len(texts)}", parameter=name)
+def _check_text(name: str) -> None:
     if name.endswith(".offsets"):
         raise BadInput(f"input {name!r} must be INT64, not {TEXT}: only ids may be text", parameter=name)
-    return np.fromiter(map(id_of_text, texts), np.int64, len(texts)).reshape(tuple(shape))
 
 
 def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> Array:
     """An array of JSON numbers or of a typed gRPC field. Nested lists are flattened."""
     if datatype == TEXT and isinstance(values, Sequence) and all([isinstance(each, (str, bytes)) for each in values]):
-        return _ids_of(name, shape, values)
+        _check_text(name)
+        values, datatype = list(map(id_of_text, values)), "INT64"
     dtype = dtype_of(name, datatype)
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise BadInput(f"input {name!r}: its data is not a list of {datatype} numbers", parameter=name)

@@ -87,8 +87,9 @@ class ServerConfig:
     follow: float = 0.0  # seconds between checks for newer saves; 0: never
     model_control: bool = True  # whether clients may load and unload models
     publish_port: int | None = None  # for trainers that publish; None: closed
-    fronts: int = 1  # processes that answer clients
     allow_hosts: tuple[str, ...] = ()  # names, beside addresses and localhost, by which browsers may reach this server
+    shared_memory: str | None = None  # what the names of clients' shared memory begin with; None: refused
+    fronts: int = 1  # processes that answer clients
 
     @property
     def clients_control(self) -> bool:

@@ -60,6 +60,7 @@ class GrpcService:
                 call.respond(len(response))
                 return response
             request = await self._read(data)
+            call.take(request.copied)
             model = request.model
             served = service.find(request)
             remaining = context.time_remaining()
@@ -74,13 +75,14 @@ class GrpcService:
 
     async def _read(self, data: bytes) -> InferRequest:
         """The request in a message. Many typed values are converted in a worker thread: each becomes a Python object."""
+        given = data, self._counts, self._service.regions
         if check_counts(data, self._counts) <= LOOP_VALUES and not (len(data) > LOOP_TEXT and _HAS_TEXT in data):
-            return read_request(data, self._counts)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, read_request, data, self._counts)
+            return read_request(*given)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, read_request, *given)
 
     async def _write(self, request: InferRequest, result: InferResult) -> bytes:
         """The response to a request. A large one is written in a worker thread."""
-        written = (request.model, result.version, request.id, result.outputs)
+        written = (request.model, result.version, request.id, result.outputs, request.place)
         if sum([array.nbytes for array in result.outputs.values()]) <= LOOP_BYTES:
             return write_response(*written)
         return await asyncio.get_running_loop().run_in_executor(self._worker, write_response, *written)
@@ -98,6 +100,7 @@ class GrpcService:
             try:
                 call.execute(len(data))
                 request = await self._read(data)
+                call.take(request.copied)
                 model = request.model
                 result = await service.infer(request, service.find(request), received, call.take)
                 response = write_streamed(await self._write(request, result))
@@ -130,6 +133,9 @@ class GrpcService:
             "ModelStatistics": lambda request: service.report("statistics", request.name, request.version),
             "RepositoryIndex": self._index,
             "RepositoryModelLoad": self._load,
+            "SystemSharedMemoryStatus": self._regions,
+            "SystemSharedMemoryRegister": lambda request: self._report("register", *_region_of(request)),
+            "SystemSharedMemoryUnregister": lambda request: self._report("unregister", request.name),
             "RepositoryModelUnload": self._unload,
         }
         methods = {name: grpc.stream_unary_rpc_method_handler(self._unary(name, method)) for name, method in unary.items()}
@@ -172,6 +178,13 @@ class GrpcService:
         await self._service.load(request.model_name, request.parameters["config"].string_param if request.parameters else None)
         return {}
 
+    async def _report(self, what: str, *given: Any) -> dict[str, Any]:
+        await self._service.report(what, *given)
+        return {}
+
+    async def _regions(self, request: Any) -> dict[str, Any]:
+        return {"regions": {each["name"]: each for each in await self._service.report("regions", request.name)}}
+
     async def _index(self, request: Any) -> dict[str, Any]:
         return {"models": await self._service.report("index", request.ready)}
 
@@ -187,6 +200,10 @@ async def _message(context: Any) -> bytes:
         raise BadInput("the request ended before its message", parameter="message")
     message: bytes = data
     return message
+
+
+def _region_of(request: Any) -> tuple[str, str, int, int]:
+    return request.name, request.key, request.offset, request.byte_size
 
 
 def _authorization(metadata: Any) -> Any:

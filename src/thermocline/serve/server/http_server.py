@@ -121,6 +121,10 @@ class HttpServer:
             "/v2/repository/models/{model}/load": self._load,
             "/v2/repository/models/{model}/unload": self._unload,
         }
+        for under in ("", "/region/{region}"):
+            reports[f"/v2/systemsharedmemory{under}/status"] = self._regions
+            post[f"/v2/systemsharedmemory{under}/unregister"] = self._unregister
+        post["/v2/systemsharedmemory/region/{region}/register"] = self._register
         for under in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             get[under] = lambda request: _json_response(service.model_metadata(*model(request)))
             get[f"{under}/config"] = lambda request: _json_response(service.model_config(*model(request)))
@@ -140,12 +144,13 @@ class HttpServer:
             received = perf_counter()
             length = json_length(body, request.headers.get(HEADER_LENGTH))
             large = length > LOOP_BYTES or (len(body) > LOOP_BYTES and b'"BYTES"' in body[:length])
-            parsed, binary = await self._run(large, read_request, model, version, body, length, counts)
+            parsed, binary = await self._run(large, read_request, model, version, body, length, counts, service.regions)
+            take(parsed.copied)
             result = await service.infer(parsed, service.find(parsed), received, take)
             size = sum([array.nbytes for array in result.outputs.values()])
             numbers = json_numbers(result.outputs, binary, counts.values)
             take(NUMBER_BYTES * numbers)
-            written = (model, result.version, parsed.id, result.outputs, binary)
+            written = (model, result.version, parsed.id, result.outputs, binary, parsed.place)
             encoded, json_bytes = await self._run(numbers > LOOP_NUMBERS or size > LOOP_RESPONSE, write_response, *written)
             service.record(model, result, received, perf_counter())
             kind = "application/json" if json_bytes is None else "application/octet-stream"
@@ -212,6 +217,21 @@ class HttpServer:
 
     async def _index(self, request: web.Request) -> web.Response:
         return _json_response(await self._service.report("index", (await self._json(request)).get("ready") is True))
+
+    async def _regions(self, request: web.Request) -> web.Response:
+        return _json_response(await self._service.report("regions", request.match_info.get("region", "")))
+
+    async def _register(self, request: web.Request) -> web.Response:
+        given = await self._json(request)
+        region = request.match_info["region"], given.get("key"), given.get("offset", 0), given.get("byte_size")
+        await self._service.report("register", *region)
+        return web.Response()
+
+    async def _unregister(self, request: web.Request) -> web.Response:
+        with self._holding() as take:
+            await self._body(request, take)
+        await self._service.report("unregister", request.match_info.get("region", ""))
+        return web.Response()
 
     async def _statistics(self, request: web.Request) -> web.Response:
         name, version = request.match_info.get("model", ""), request.match_info.get("version", "")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from thermocline import __version__
 from thermocline.errors import BadInput
 from thermocline.serve.errors import DeadlineExceeded, NotAllowed, NotReady, Overloaded, ShardDown, UnknownModel
+from thermocline.serve.protocol.shared_memory import SharedRegions
 from thermocline.serve.protocol.tensors import Array, InferRequest
 from thermocline.serve.served_model import TensorMetadata
 
@@ -79,6 +80,7 @@ class InferenceService:
         self.limits, self.history = config.limits, MetricsHistory(self.metrics)
         limits = self.limits
         self._clients_control, self._control_token = config.clients_control, config.credentials.control_token
+        self.regions = SharedRegions(config.shared_memory)
         self.budget = ByteBudget(limits.in_flight)
         self.calls = GrpcCalls(self.budget, limits, self.metrics.dropped)
         self.metrics.in_flight = lambda: self.budget.held
@@ -151,7 +153,8 @@ class InferenceService:
 
     def server_metadata(self) -> dict[str, Any]:
         """ServerMetadata of the protocol."""
-        return {"name": NAME, "version": __version__, "extensions": list(EXTENSIONS)}
+        shared = ("system_shared_memory",) if self.regions.prefix is not None else ()
+        return {"name": NAME, "version": __version__, "extensions": [*EXTENSIONS, *shared]}
 
     def model_metadata(self, name: str, version: str) -> dict[str, Any]:
         """ModelMetadata of the protocol."""
@@ -182,13 +185,16 @@ class InferenceService:
         return all(shard.ready for shard in model.shards())
 
     async def report(self, what: str, *given: Any) -> Any:
-        """What the server says of itself as a whole, with all of its front processes."""
+        """What concerns the server as a whole, with all of its front processes: what it says of itself, and shared memory."""
         reports: dict[str, Callable[..., Any]] = {
             "metrics": lambda: self.metrics.text().decode(),
             "status": lambda: status_json(self, self.history),
             "page": lambda: status_page(self, self.history),
             "statistics": self.statistics,
             "index": self.repository.index,
+            "regions": self.regions.status,
+            "register": self.regions.register,
+            "unregister": self.regions.unregister,
         }
         return reports[what](*given)
 

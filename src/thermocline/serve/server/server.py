@@ -157,7 +157,8 @@ def make_event_loop() -> asyncio.AbstractEventLoop:
         from uvloop import new_event_loop  # optional dependency
     except ModuleNotFoundError:
         from asyncio import new_event_loop
-    return new_event_loop()
+    loop: asyncio.AbstractEventLoop = new_event_loop()
+    return loop
 
 
 def keep_freed_memory() -> None:
