@@ -29,7 +29,7 @@ from thermocline.distributed import process_groups
 from thermocline.distributed.comm_thread import CommThread
 from thermocline.distributed.exchange.host_numbers import HostNumbers
 from thermocline.distributed.placement.row_index import RowIndex
-from thermocline.plan.model import Plan, StepPlan, TablePlan, Tier
+from thermocline.plan.model import Plan
 from thermocline.plan.topology import GpuSpec, Link, Links, Topology
 
 RANKS = (1, 2, 4, 8)
@@ -72,7 +72,7 @@ def run(
 def _spawn(shape: Shape, ids: str, size: int, device: str, sharded: bool, trace: Path | None = None) -> StepTimes:
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(_rank, (shape, ids, size, device, sharded, trace, f"{folder}/store", results), nprocs=size)  # type: ignore[no-untyped-call]
+        mp.spawn(_rank, (shape, ids, size, device, sharded, trace, f"{folder}/store", results), nprocs=size)  # type: ignore[attr-defined, no-untyped-call]
         return StepTimes(*results.get())
 
 
@@ -118,21 +118,19 @@ def _plan(shape: Shape, size: int) -> Plan:
     topology = Topology(
         nodes=1, gpus_per_node=size, gpu=GpuSpec(memory=1 << 40, bandwidth=1e12), links=Links(node=link, cluster=link)
     )  # fmt: skip
-    tiers = (Tier(tier=3, rows=shape.rows, threshold=0, lookups=0, precision="int8"),)
-    tables = tuple(
-        TablePlan(
-            name=f"t{n}", rows=shape.rows, dim=shape.dim, pooling="sum", features=(f"t{n}",), lookups=1, precision="int8",
-            cache=0, near=0, placement="tiers", card=None, tiers=tiers, exchange="flat", pooled_by="asker", wire_rows="int8",
-            wire_gradients="fp32", bytes={}, traffic=(), time={}, runner_up=None, binding="", curve=(),
-        )
-        for n in range(shape.tables)
-    )  # fmt: skip
-    step = StepPlan(parts={"dense": 0.0}, overlaps=(), hidden=0, total=1, throughput=1)
-    return Plan(
-        goal="train", objective="", heat="", topology=topology, budget=1 << 40, batch=shape.batch, dense=0,
-        optimizer="rowwise_adagrad", gradients="fp32", tables=tables, cards=(), traffic=(), step=step, balance=1, binding="",
-        marginals=(), candidates=(),
-    )  # fmt: skip
+    tier = {"tier": 3, "rows": shape.rows, "threshold": 0, "lookups": 0, "precision": "int8"}
+    table = {
+        "rows": shape.rows, "dim": shape.dim, "pooling": "sum", "lookups": 1, "precision": "int8", "cache": 0, "near": 0,
+        "placement": "tiers", "card": None, "tiers": [tier], "exchange": "flat", "pooled_by": "asker", "wire_rows": "int8",
+        "wire_gradients": "fp32", "bytes": {}, "traffic": [], "time": {}, "runner_up": None, "binding": "", "curve": [],
+    }  # fmt: skip
+    plan = {
+        "goal": "train", "objective": "", "heat": "", "topology": topology, "budget": 1 << 40, "batch": shape.batch, "dense": 0,
+        "optimizer": "rowwise_adagrad", "gradients": "fp32", "cards": [], "traffic": [], "balance": 1, "binding": "",
+        "step": {"parts": {"dense": 0.0}, "overlaps": [], "hidden": 0, "total": 1, "throughput": 1}, "marginals": [],
+        "tables": [table | {"name": f"t{n}", "features": [f"t{n}"]} for n in range(shape.tables)], "candidates": [],
+    }  # fmt: skip
+    return Plan.model_validate(plan)
 
 
 @contextmanager
@@ -141,15 +139,13 @@ def _to_itself() -> Iterator[None]:
 
     def made(nodes: int, local_size: int, device: torch.device) -> process_groups.ProcessGroups:
         thread = CommThread(device)
-        return process_groups.ProcessGroups(0, 1, 1, *process_groups._make_groups(1, 1, device, thread), device, thread)
-
-    def unsharded(index: RowIndex, value: bool | None = None) -> bool:
-        return False
+        world, intra_node, cross_node = process_groups._make_groups(1, 1, device, thread)
+        return process_groups.ProcessGroups(0, 1, 1, world, intra_node, cross_node, device, thread)
 
     with (
         mock.patch.object(process_groups.ProcessGroups, "make", made),
         mock.patch.object(process_groups.RankGroup, "is_single", False),
-        mock.patch.object(RowIndex, "unsharded", property(unsharded, unsharded), create=True),
+        mock.patch.object(RowIndex, "unsharded", property(lambda _: False, lambda _, value: None), create=True),
     ):
         yield
 
