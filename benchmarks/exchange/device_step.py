@@ -45,13 +45,15 @@ class StepTimes(NamedTuple):
 
 
 def run(
-    quick: bool = False, traces: Path | None = None, progress: Callable[[int, int, str], None] = lambda *_: None
+    quick: bool = False, traces: Path | None = None, only: str | None = None,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure all shapes and numbers of ranks. Returns the record."""
+    """Measure all shapes and numbers of ranks whose case contains `only`. Returns the record."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks, workloads = ((1, 2), ("zipf",)) if quick else (RANKS, ("zipf", "uniform"))
     shapes = [A.quick()] if quick else [A, B, C]
     cases = [(shape, ids, size) for shape in shapes for ids in workloads for size in ranks]
+    cases = [case for case in cases if (only or "") in _name(device, *case)]
     told = iter(range(1, len(cases) + 1))
     recorder = record.Recorder("exchange-step", lambda text: progress(next(told), len(cases), text), judged=False)
     alone: dict[tuple[str, str], StepTimes] = {}
@@ -63,10 +65,14 @@ def run(
         ours = statistics.median(found.steps)
         tenths = statistics.quantiles(found.steps, n=10)
         recorder.add(
-            f"{device}/{shape.name}/{ids}/{size}", ours, "ms", "unsharded", base, base / ours, (tenths[-1] - tenths[0]) / ours,
+            _name(device, shape, ids, size), ours, "ms", "unsharded", base, base / ours, (tenths[-1] - tenths[0]) / ours,
             host_ms=found.host, reads=found.reads, steps=len(found.steps),
         )  # fmt: skip
     return recorder.record
+
+
+def _name(device: str, shape: Shape, ids: str, size: int) -> str:
+    return f"{device}/{shape.name}/{ids}/{size}"
 
 
 def _spawn(shape: Shape, ids: str, size: int, device: str, sharded: bool, trace: Path | None = None) -> StepTimes:
@@ -84,15 +90,13 @@ def _rank(
     torch.manual_seed(0)
     batches = [_batch(shape, ids, size, rank, n, device) for n in range(4)]
     with _to_itself() if sharded and size == 1 else nullcontext():
-        with torch.device("meta"):
+        with torch.device("meta" if sharded else device):
             tables = [tc.Table(f"t{n}", shape.rows, shape.dim) for n in range(shape.tables)]
             config = tc.RowConfig(precision="int8", cache=0.0)
             module = tc.EmbeddingCollection(tables, mode="sum" if shape.pooled else "none", rows=config)
         model: Any = torch.nn.ModuleDict({"rows": module})
         if sharded:
             tc.shard_(model, _plan(shape, size), device=device, count_every=0)
-        else:
-            model.to_empty(device=device)
         found = _measure(model["rows"], batches, device)
         if trace is not None:
             _write_trace(model["rows"], batches, trace if rank == 0 else None)
