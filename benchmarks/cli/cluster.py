@@ -9,7 +9,7 @@ import typer
 
 from thermocline.cli.options import Debug, Json, Quiet
 
-from .shared import DEFAULT_DATA, Logs, PeerPython, Quick, app, measure
+from .shared import DEFAULT_DATA, Filter, Logs, PeerPython, Quick, app, measure
 
 
 @app.command(epilog="Example:  python -m benchmarks plan --data logs --json plan.json")
@@ -73,6 +73,7 @@ def plan_runs(
 
 @app.command(epilog="Example:  python -m benchmarks exchange-step --traces traces --json exchange_step.json")
 def exchange_step(
+    filter: Filter = None,
     traces: Annotated[Path | None, typer.Option("--traces", help="Folder for a Chrome trace of each case.")] = None,
     quick: Quick = False,
     json: Json = None,
@@ -82,7 +83,7 @@ def exchange_step(
     """Time the sharded step of 1, 2, 4 and 8 ranks that share a GPU against the unsharded step."""
     from benchmarks.exchange import device_step as bench
 
-    measure(json, quiet, lambda progress: bench.run(quick, traces, progress))
+    measure(json, quiet, lambda progress: bench.run(quick, traces, filter, progress))
 
 
 @app.command(epilog="Example:  python -m benchmarks checkpoint --json checkpoint.json")

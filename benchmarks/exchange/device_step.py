@@ -29,7 +29,7 @@ from thermocline.distributed import process_groups
 from thermocline.distributed.comm_thread import CommThread
 from thermocline.distributed.exchange.host_numbers import HostNumbers
 from thermocline.distributed.placement.row_index import RowIndex
-from thermocline.plan.model import Plan, StepPlan, TablePlan, Tier
+from thermocline.plan.model import Plan
 from thermocline.plan.topology import GpuSpec, Link, Links, Topology
 
 RANKS = (1, 2, 4, 8)
@@ -45,13 +45,15 @@ class StepTimes(NamedTuple):
 
 
 def run(
-    quick: bool = False, traces: Path | None = None, progress: Callable[[int, int, str], None] = lambda *_: None
+    quick: bool = False, traces: Path | None = None, only: str | None = None,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure all shapes and numbers of ranks. Returns the record."""
+    """Measure all shapes and numbers of ranks whose case contains `only`. Returns the record."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks, workloads = ((1, 2), ("zipf",)) if quick else (RANKS, ("zipf", "uniform"))
     shapes = [A.quick()] if quick else [A, B, C]
     cases = [(shape, ids, size) for shape in shapes for ids in workloads for size in ranks]
+    cases = [case for case in cases if (only or "") in _name(device, *case)]
     told = iter(range(1, len(cases) + 1))
     recorder = record.Recorder("exchange-step", lambda text: progress(next(told), len(cases), text), judged=False)
     alone: dict[tuple[str, str], StepTimes] = {}
@@ -63,16 +65,20 @@ def run(
         ours = statistics.median(found.steps)
         tenths = statistics.quantiles(found.steps, n=10)
         recorder.add(
-            f"{device}/{shape.name}/{ids}/{size}", ours, "ms", "unsharded", base, base / ours, (tenths[-1] - tenths[0]) / ours,
+            _name(device, shape, ids, size), ours, "ms", "unsharded", base, base / ours, (tenths[-1] - tenths[0]) / ours,
             host_ms=found.host, reads=found.reads, steps=len(found.steps),
         )  # fmt: skip
     return recorder.record
 
 
+def _name(device: str, shape: Shape, ids: str, size: int) -> str:
+    return f"{device}/{shape.name}/{ids}/{size}"
+
+
 def _spawn(shape: Shape, ids: str, size: int, device: str, sharded: bool, trace: Path | None = None) -> StepTimes:
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(_rank, (shape, ids, size, device, sharded, trace, f"{folder}/store", results), nprocs=size)  # type: ignore[no-untyped-call]
+        mp.spawn(_rank, (shape, ids, size, device, sharded, trace, f"{folder}/store", results), nprocs=size)  # type: ignore[attr-defined, no-untyped-call]
         return StepTimes(*results.get())
 
 
@@ -84,15 +90,13 @@ def _rank(
     torch.manual_seed(0)
     batches = [_batch(shape, ids, size, rank, n, device) for n in range(4)]
     with _to_itself() if sharded and size == 1 else nullcontext():
-        with torch.device("meta"):
+        with torch.device("meta" if sharded else device):
             tables = [tc.Table(f"t{n}", shape.rows, shape.dim) for n in range(shape.tables)]
             config = tc.RowConfig(precision="int8", cache=0.0)
             module = tc.EmbeddingCollection(tables, mode="sum" if shape.pooled else "none", rows=config)
         model: Any = torch.nn.ModuleDict({"rows": module})
         if sharded:
             tc.shard_(model, _plan(shape, size), device=device, count_every=0)
-        else:
-            model.to_empty(device=device)
         found = _measure(model["rows"], batches, device)
         if trace is not None:
             _write_trace(model["rows"], batches, trace if rank == 0 else None)
@@ -118,21 +122,19 @@ def _plan(shape: Shape, size: int) -> Plan:
     topology = Topology(
         nodes=1, gpus_per_node=size, gpu=GpuSpec(memory=1 << 40, bandwidth=1e12), links=Links(node=link, cluster=link)
     )  # fmt: skip
-    tiers = (Tier(tier=3, rows=shape.rows, threshold=0, lookups=0, precision="int8"),)
-    tables = tuple(
-        TablePlan(
-            name=f"t{n}", rows=shape.rows, dim=shape.dim, pooling="sum", features=(f"t{n}",), lookups=1, precision="int8",
-            cache=0, near=0, placement="tiers", card=None, tiers=tiers, exchange="flat", pooled_by="asker", wire_rows="int8",
-            wire_gradients="fp32", bytes={}, traffic=(), time={}, runner_up=None, binding="", curve=(),
-        )
-        for n in range(shape.tables)
-    )  # fmt: skip
-    step = StepPlan(parts={"dense": 0.0}, overlaps=(), hidden=0, total=1, throughput=1)
-    return Plan(
-        goal="train", objective="", heat="", topology=topology, budget=1 << 40, batch=shape.batch, dense=0,
-        optimizer="rowwise_adagrad", gradients="fp32", tables=tables, cards=(), traffic=(), step=step, balance=1, binding="",
-        marginals=(), candidates=(),
-    )  # fmt: skip
+    tier = {"tier": 3, "rows": shape.rows, "threshold": 0, "lookups": 0, "precision": "int8"}
+    table = {
+        "rows": shape.rows, "dim": shape.dim, "pooling": "sum", "lookups": 1, "precision": "int8", "cache": 0, "near": 0,
+        "placement": "tiers", "card": None, "tiers": [tier], "exchange": "flat", "pooled_by": "asker", "wire_rows": "int8",
+        "wire_gradients": "fp32", "bytes": {}, "traffic": [], "time": {}, "runner_up": None, "binding": "", "curve": [],
+    }  # fmt: skip
+    plan = {
+        "goal": "train", "objective": "", "heat": "", "topology": topology, "budget": 1 << 40, "batch": shape.batch, "dense": 0,
+        "optimizer": "rowwise_adagrad", "gradients": "fp32", "cards": [], "traffic": [], "balance": 1, "binding": "",
+        "step": {"parts": {"dense": 0.0}, "overlaps": [], "hidden": 0, "total": 1, "throughput": 1}, "marginals": [],
+        "tables": [table | {"name": f"t{n}", "features": [f"t{n}"]} for n in range(shape.tables)], "candidates": [],
+    }  # fmt: skip
+    return Plan.model_validate(plan)
 
 
 @contextmanager
@@ -141,15 +143,13 @@ def _to_itself() -> Iterator[None]:
 
     def made(nodes: int, local_size: int, device: torch.device) -> process_groups.ProcessGroups:
         thread = CommThread(device)
-        return process_groups.ProcessGroups(0, 1, 1, *process_groups._make_groups(1, 1, device, thread), device, thread)
-
-    def unsharded(index: RowIndex, value: bool | None = None) -> bool:
-        return False
+        world, intra_node, cross_node = process_groups._make_groups(1, 1, device, thread)
+        return process_groups.ProcessGroups(0, 1, 1, world, intra_node, cross_node, device, thread)
 
     with (
         mock.patch.object(process_groups.ProcessGroups, "make", made),
         mock.patch.object(process_groups.RankGroup, "is_single", False),
-        mock.patch.object(RowIndex, "unsharded", property(unsharded, unsharded), create=True),
+        mock.patch.object(RowIndex, "unsharded", property(lambda _: False, lambda _, value: None), create=True),
     ):
         yield
 

@@ -69,6 +69,7 @@ def test_gradients_travel_in_fp32_or_bf16(tables: Any, seed: int, make_arena: An
     width, part_N = int(fields_KF[:, 5].max()), torch.randint(len(tables), (63,), generator=generator)
     grads_UW = torch.randn(77, width, generator=generator)
     grads_UW[7, 3], grads_UW[8, 3], grads_UW[9, 2] = float("nan"), 3.4e38, float("-inf")
+    grads_UW[:, 1] = 1 + 2.0**-8  # halfway between two numbers of bf16
     at_N = torch.randperm(77, generator=generator)[:63]
     wanted = reference.pack_gradients(grads_UW, fields_KF, part_N, at_N)
     message = gpu.pack_gradients(*on((grads_UW, fields_KF, part_N, at_N)), wanted.numel())

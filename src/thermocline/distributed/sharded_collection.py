@@ -10,7 +10,6 @@ rows are up to date; every method that reads or writes rows calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -249,7 +248,7 @@ class ShardedCollection(RowsModule):
     def _table_of(self, bags: JaggedIds, later: bool = False) -> BatchTable:
         layout, mode = self.state.batch_layout, F.MODES.index(self.mode)
         maps = None if self._elastic else self.maps  # elastic ids are rows already
-        with nullcontext() if later else self.state.named_errors(self.maps), report_to(self.shard.errors if later else None):
+        with self.state.named_errors(self.maps), report_to(self.shard.errors if later else None):
             rows_N = bags.ids_N.long() if maps is None else maps(bags.ids_N, bags.offsets)
             try:
                 return BatchTable(layout, bags, rows_N, mode, self.dedup, later)

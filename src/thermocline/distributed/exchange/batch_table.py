@@ -98,7 +98,7 @@ class BatchTable:
     def __init__(
         self, layout: BatchTableLayout, bags: JaggedIds, rows_N: Tensor, mode: int, dedup: bool = True, later: bool = False
     ) -> None:  # fmt: skip
-        self.table_layout, self.mode, self.weights_N = layout, mode, bags.weights_N
+        self.table_layout, self.mode, self.weights_N, self._later = layout, mode, bags.weights_N, later
         self.owner_pooled: OwnerPooledLookups | None = None
         self._scale_X: Tensor | None = None
         self.offsets = bags.offsets
@@ -144,10 +144,10 @@ class BatchTable:
 
     def exchange(self, context: ExchangeContext, trains: bool) -> BatchExchange:
         """The exchange of the rows; caches need to know how often each of `rows_U` is looked up."""
-        lookups_U, later = None, not hasattr(self, "codes")
+        lookups_U: Tensor | None = None
         if context.counts:
             lookups_U = torch.zeros_like(self.rows_U).scatter_add_(0, self._inverse_N, torch.ones_like(self._inverse_N))
-        return BatchExchange(context, self.rows_U, trains, lookups_U, self.owner_pooled, later)
+        return BatchExchange(context, self.rows_U, trains, lookups_U, self.owner_pooled, self._later)
 
     def destination(self, fields_KF: Tensor) -> RowDestination:
         """The memory of the rows; `fields_KF` has the dimension of each part."""

@@ -73,10 +73,11 @@ def device_handshake(
     context.meter.add_untabled("ids", world.links, np.full(ranks, header_PJ.shape[1] * COUNT_BYTES))
     numbers_PJ, counts, begins = HostNumbers(received_PJ, counts_PK, batch.begins).get()
     failed: Exception | None = None
-    try:
-        errors.raise_pending()
-    except BadInput as error:
-        failed = error
+    if numbers_PJ[world.index, 0] == _FAILED:
+        try:
+            errors.raise_pending()
+        except BadInput as error:
+            failed = error
     agreed = _agree(context, what, numbers_PJ, failed)
     exchange.settle(counts)
     batch.settle(begins.tolist())

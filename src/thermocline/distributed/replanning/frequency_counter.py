@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from thermocline.distributed.exchange.host_numbers import HostNumbers
+from thermocline.distributed.placement.table_map import Counts
 from thermocline.distributed.process_groups import ProcessGroups
 from thermocline.heat.log_columns import LogIds
 from thermocline.heat.profile import HeatProfile, merge
@@ -27,24 +29,34 @@ class FrequencyCounter:
         self.names, self.every, self.seen = tuple(names), every, 0
         self.settings = ProfilerSettings(REST + PAGE * len(names) + MEMORY, batch, local_size)
         self.profiler = Profiler(self.names, self.settings)
+        self._batch: tuple[HostNumbers, int] | None = None  # on its way from a GPU
 
     def add(self, bags: JaggedIds) -> None:
-        """Count a training batch, if it is its turn."""
+        """Count a training batch, if it is its turn; one on a GPU with the next call, so that nothing waits."""
+        self._count()
         self.seen += 1
         if self.every and (self.seen - 1) % self.every == 0 and bags.batch:
-            self.profiler.add(_by_feature(self.names, bags))
+            self._batch = HostNumbers(bags.ids_N.detach(), bags.offsets.detach()), bags.batch
+            if not bags.ids_N.is_cuda:
+                self._count()
+
+    def _count(self) -> None:
+        if self._batch is not None:
+            (numbers, batch), self._batch = self._batch, None
+            ids_N, offsets = numbers.get()
+            self.profiler.add(_by_feature(self.names, ids_N, offsets, batch))
 
     def take(self) -> HeatProfile:
         """The counts since the last call."""
+        self._count()
         profiler, self.profiler = self.profiler, Profiler(self.names, self.settings)
         return profiler.result("live training")
 
 
-def _by_feature(names: Sequence[str], bags: JaggedIds) -> dict[str, LogIds]:
-    ids_N, offsets = (each.detach().cpu().long().numpy() for each in (bags.ids_N, bags.offsets))
+def _by_feature(names: Sequence[str], ids_N: Counts, offsets: Counts, batch: int) -> dict[str, LogIds]:
     found = {}
     for n, name in enumerate(names):
-        ends = offsets[n * bags.batch : (n + 1) * bags.batch + 1]
+        ends = offsets[n * batch : (n + 1) * batch + 1]
         found[name] = LogIds(ids_N[ends[0] : ends[-1]], ends - ends[0])
     return found
 
