@@ -15,7 +15,7 @@ from plain_ranks import (
     train_root,
     train_steps,
     train_tied,
-    train_with_fsdp,
+    train_wrapped,
 )  # fmt: skip
 
 import thermocline as tc
@@ -123,10 +123,12 @@ def test_checkpoints_move_plain_modules_between_ranks_and_one_process(on_ranks, 
         assert all(np.array_equal(state_of(model)[name], rows[name]) for name in ROWS)
 
 
-def test_fsdp_around_the_dense_part_trains_as_one_process(on_ranks):
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("wrap", ["FSDP2", "DDP"])
+def test_sharded_rows_beside_a_wrapped_dense_part_train_as_one_process(on_ranks, wrap, update):
     plan, heat = plain_plan(1, 2, TIERS, "fp32")
-    rows, weight = train_with_fsdp(0, 1, None, None, 2)
-    for theirs, own in on_ranks("plain_ranks.train_with_fsdp", 2, plan, heat, 2):
+    rows, weight = train_wrapped(0, 1, None, None, 2, wrap, update)
+    for theirs, own in on_ranks("plain_ranks.train_wrapped", 2, plan, heat, 2, wrap, update):
         assert np.allclose(own, weight, atol=1e-6)
         assert all(np.allclose(theirs[name], rows[name], atol=1e-6) for name in ROWS)
 
