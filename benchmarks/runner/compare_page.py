@@ -9,7 +9,7 @@ from thermocline.report.axes import from_zero
 from thermocline.report.charts import Bar, bars, columns
 from thermocline.report.markup import Html
 from thermocline.report.numbers import Number, count
-from thermocline.report.page import facts, figure, figures, page, paragraph, section, table
+from thermocline.report.page import facts, figure, figures, page, paragraph, section, table, verdict
 
 BINS = (0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.11, 1.25, 1.5, 2.0)  # edges between times better
 DRAWN = 12  # cases whose change is drawn
@@ -24,6 +24,7 @@ def compare_page(comparison: Comparison) -> str:
     ]
     return page(
         f"Results of {benches}, compared",
+        *(verdict(_verdict(comparison, at)) for at in range(1, len(comparison.reports))),
         paragraph(
             f"{count(len(comparison.cases))} cases. A change is how many times better a case is than in {comparison.names[0]}, "
             "whichever way its unit counts; within the spread of both measurements it is called the same."
@@ -34,6 +35,13 @@ def compare_page(comparison: Comparison) -> str:
         section("All cases", _list(comparison)),
         foot="Written by `python -m benchmarks compare`.",
     )
+
+
+def _verdict(comparison: Comparison, at: int) -> str:
+    """What changed from the first file, in a sentence."""
+    numbers = comparison.count(at)
+    words = " and ".join(f"{word} in {count(numbers[word])}" for word in ("better", "worse") if numbers[word])
+    return f"{comparison.names[at]} is {words or 'the same in all'} of {count(sum(numbers.values()))} cases."
 
 
 def _changes(comparison: Comparison, at: int) -> Html:

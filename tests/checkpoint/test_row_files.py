@@ -47,6 +47,25 @@ def test_int8_rows_keep_their_codes(tmp_path):
     assert torch.equal(other.state_dict()["codes"], ours.state_dict()["codes"])
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_tables_of_layers_that_lie_side_by_side_are_read_by_columns(precision, tmp_path):
+    """As in Gemma 3n: one matrix [vocabulary, layers * columns]."""
+    torch.manual_seed(2)
+    whole_RD, path = torch.randn(63, 21), tmp_path / "layers.safetensors"
+    scale_R1 = whole_RD.abs().amax(1, keepdim=True) / 127
+    state = {"weight": (whole_RD / scale_R1).round().to(torch.int8), "weight_scale": scale_R1}
+    if precision == "bf16":
+        state = {"weight": whole_RD.bfloat16()}
+    save_file(state, path)
+    layer, read_RD = bag(), state["weight"].float() * state.get("weight_scale", 1.0)
+    for first in (0, 7, 14):
+        import_rows(layer, path, columns=(first, first + 7))
+        assert torch.equal(layer.get_rows(torch.arange(63)), read_RD[:, first : first + 7])
+    for columns in ((15, 22), (-7, 0), (0, 8), (7, 0)):
+        with pytest.raises(tc.BadInput, check=has(parameter="columns", needed=(63, 7))):
+            import_rows(layer, path, columns=columns)
+
+
 def test_rows_are_written_and_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(rows_module, "BLOCK", 10)
     sizes: list[int] = []

@@ -122,25 +122,30 @@ def reload_plain(rank: int, size: int, plan: Any, heat: Any, loaded: str, saved:
     return state_of(model)
 
 
-def train_with_fsdp(rank: int, size: int, plan: Any, heat: Any, ranks: int) -> Any:
-    """The dense part in FSDP2, and the whole model without the placeholders; all rows, and the dense part. On several nodes FSDP2
-    has the mesh of nodes x ranks: shards within a node, replicas between nodes."""
-    model = nn.Sequential(PlainModel(optimizer=tc.SGD(lr=0.125), precision="fp32"), nn.Linear(26, 4))
+def train_wrapped(rank: int, size: int, plan: Any, heat: Any, ranks: int, wrap: str, update: str) -> Any:
+    """The dense part in DDP, or in FSDP2 as the whole model without the placeholders; all rows, and the dense part. On several
+    nodes FSDP2 has the mesh of nodes x ranks: shards within a node, replicas between nodes."""
+    model = nn.Sequential(PlainModel(update, tc.SGD(lr=0.125), "fp32"), nn.Linear(26, 4))
+    dense: Any = model[1]
     if plan is not None:
         sharding = tc.shard_(model[0], plan, heat)
         mesh = sharding.mesh if plan.topology.nodes > 1 else None
-        fully_shard(model[1], mesh=mesh)
+    if plan is not None and wrap == "FSDP2":
+        fully_shard(dense, mesh=mesh)
         ignored = {each for name, each in model.named_parameters() if name.endswith("placeholder")}
         fully_shard(model, mesh=mesh, ignored_params=ignored)
-    adam = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    elif plan is not None:
+        model[1] = DistributedDataParallel(dense)
+    optimizers = [torch.optim.SGD(model[1].parameters(), lr=0.1), tc.fused_optimizer(model)]
     for step in range(4):
         parts = parts_of(step, [4] * ranks)
         out = model(parts[rank] if size > 1 else joined_parts(parts))
         out.square().mean().backward()
-        adam.step()
-        adam.zero_grad()
-    weight: Any = model[1].weight
-    return state_of(model[0]), (weight.full_tensor() if plan is not None else weight).detach().numpy()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    sharded = plan is not None and wrap == "FSDP2"
+    return state_of(model[0]), (dense.weight.full_tensor() if sharded else dense.weight).detach().numpy()
 
 
 def train_root(rank: int, size: int, plan: Any, heat: Any, kind: str) -> Any:

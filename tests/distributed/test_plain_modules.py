@@ -15,7 +15,7 @@ from plain_ranks import (
     train_root,
     train_steps,
     train_tied,
-    train_with_fsdp,
+    train_wrapped,
 )  # fmt: skip
 
 import thermocline as tc
@@ -124,13 +124,17 @@ def test_checkpoints_move_plain_modules_between_ranks_and_one_process(on_ranks, 
 
 
 ONCE_A_NODE = {name: (0, rows) for name, (rows, _) in ROWS.items()}  # every node has all rows, split over its ranks
+WRAPPED = [
+    ("DDP", "backward", 1, TIERS), ("DDP", "step", 1, TIERS), ("FSDP2", "step", 1, TIERS), ("FSDP2", "backward", 2, TIERS),
+    ("FSDP2", "backward", 2, ONCE_A_NODE),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("nodes, tiers", [(1, TIERS), (2, TIERS), (2, ONCE_A_NODE)])
-def test_fsdp_around_the_dense_part_trains_as_one_process(on_ranks, nodes, tiers):
+@pytest.mark.parametrize("wrap, update, nodes, tiers", WRAPPED)
+def test_sharded_rows_beside_a_wrapped_dense_part_train_as_one_process(on_ranks, wrap, update, nodes, tiers):
     plan, heat = plain_plan(nodes, 2, tiers, "fp32")
-    rows, weight = train_with_fsdp(0, 1, None, None, 2 * nodes)
-    for theirs, own in on_ranks("plain_ranks.train_with_fsdp", 2 * nodes, plan, heat, 2 * nodes):
+    rows, weight = train_wrapped(0, 1, None, None, 2 * nodes, wrap, update)
+    for theirs, own in on_ranks("plain_ranks.train_wrapped", 2 * nodes, plan, heat, 2 * nodes, wrap, update):
         assert np.allclose(own, weight, atol=1e-6)
         assert all(np.allclose(theirs[name], rows[name], atol=1e-6) for name in ROWS)
 

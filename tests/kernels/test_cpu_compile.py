@@ -12,13 +12,16 @@ from pathlib import Path
 
 import numba
 import pytest
+import torch
 from numba.core.bytecode import FunctionIdentity
 
+import thermocline as tc
 from forked import Forked
 from forked import script as start
 from thermocline.kernels.cpu import compile as compile_cpu
 from thermocline.kernels.cpu.cache_folder import private_folder, refusal
 from thermocline.kernels.cpu.vectors import prefetch
+from thermocline.kernels.gather import cpu as gather_cpu
 
 _TOY = """
 import logging, sys
@@ -169,6 +172,7 @@ def test_kernels_of_a_server_are_compiled_apart_from_those_of_training() -> None
     for each in compile_cpu._kernels:
         modules.setdefault(each.group, set()).add(each.function.__module__.split(".")[2])
     assert {name: modules[name] for name in compile_cpu.OWN_GROUPS} == {name: {name} for name in compile_cpu.OWN_GROUPS}
+    assert modules[compile_cpu.FORMATS] == {"gather"}
     assert modules[compile_cpu.TRAIN] >= {"cache", "cpu", "gather", "sum_gradients", "update"}
 
 
@@ -280,3 +284,15 @@ def test_prefetch_fills_the_second_level_cache() -> None:
     code = fetch.inspect_llvm(fetch.signatures[0])
     calls = [line for line in code.splitlines() if "call void @llvm.prefetch" in line]
     assert calls and all("i32 0, i32 2, i32 1)" in line for line in calls)  # reads, locality 2, data
+
+
+def test_lookups_of_fp32_and_int8_rows_do_not_wait_for_those_of_other_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(gather_cpu, "_pool_tiles", refuse)
+    ids = torch.tensor([[1, 2]])
+    for rows in (tc.RowConfig("fp32"), tc.RowConfig("int8", cache=0.5)):
+        assert tc.EmbeddingBag(9, 4, mode="sum", rows=rows)(ids).shape == (1, 4)
+    with pytest.raises(MemoryError):
+        tc.EmbeddingBag(9, 4, mode="sum", rows=tc.RowConfig("int4"))(ids)

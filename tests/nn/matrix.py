@@ -53,9 +53,9 @@ REFUSALS = {
         "update",
     ),
     "ranks": Refusal(
-        "Each rank would train its own copy of unsharded rows, and the copies would diverge; build an `EmbeddingCollection` "
-        "and shard it ([`shard_`](sharding.md)) beside the wrapped dense part, freeze the rows, or set "
-        "`RowConfig(independent=True)`.",
+        "Each rank would train its own copy of unsharded rows, and the copies would diverge. Call "
+        "[`shard_`](sharding.md#combinations) before the dense part is wrapped: DDP and FSDP2 then work with all three modules "
+        "and both updates. Or freeze the rows, or set `RowConfig(independent=True)`.",
         "independent", False,
     ),
 }  # fmt: skip
@@ -122,8 +122,8 @@ def page() -> str:
         "([how](modules.md#compile-capture-export)); a copy or a new module has other memory and is captured again. Its tests",
         "need a GPU. Frozen rows work everywhere.",
         "",
-        "`tests/nn/test_matrix.py` runs every pair of values and every refusal; `pytest -m exhaustive` runs the rest of the",
-        "product. Sharded collections have their own tests (`tests/distributed`).",
+        "`tests/nn/test_matrix.py` runs every pair of values and every refusal; `pytest -m exhaustive` runs",
+        "the rest of the product. [Sharded modules](sharding.md#combinations) have their own tests (`tests/distributed`).",
     ]
     return "\n".join(lines) + "\n"
 

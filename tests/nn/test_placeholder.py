@@ -100,6 +100,19 @@ def test_a_step_that_a_grad_scaler_skips_leaves_rows_alone(fused):
     assert torch.equal(model[0].weight, before)
 
 
+def test_a_weight_decay_of_torch_that_leaves_out_rows_is_warned_of_once():
+    def decayed(rows, group=0.01, steps=2):
+        model = nn.Sequential(fp32_bag(rows), nn.Linear(6, 1))
+        groups = [{"params": model[1].parameters()}, {"params": model[0].parameters(), "weight_decay": group}]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(model, torch.optim.AdamW(groups, lr=0.1), steps=steps)
+        return [str(each.message) for each in caught]
+
+    assert len(decayed(tc.SGD(lr=0.1))) == 1
+    assert not decayed(tc.SGD(lr=0.1), group=0.0) and not decayed(tc.SGD(lr=0.1, weight_decay=0.1))
+
+
 def test_rows_of_a_fused_optimizer_that_never_steps_are_warned_of_once():
     model = new_model()
     before, _ = model[0].weight, tc.fused_optimizer(model)

@@ -66,7 +66,10 @@ def export_rows(
     write_file(path, [TensorGroup(infos, lambda: [codes(), scales][: len(infos)])])
 
 
-def import_rows(module: RowsModule, path: str | Path, *, table: str | None = None, name: str | None = None) -> None:
+def import_rows(
+    module: RowsModule, path: str | Path, *, table: str | None = None, name: str | None = None,
+    columns: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
     """Set the rows of a table to a matrix of a safetensors file, rounded to the precision of the table.
 
     Args:
@@ -74,6 +77,7 @@ def import_rows(module: RowsModule, path: str | Path, *, table: str | None = Non
         path: the file.
         table: name of the table; by default the only one.
         name: name of the matrix in the file; by default the only one.
+        columns: first column, and the one after the last, of a matrix that holds several tables side by side; by default all.
 
     Raises:
         BadInput: the file has no such matrix, or one of another shape, or the module is sharded.
@@ -86,16 +90,20 @@ def import_rows(module: RowsModule, path: str | Path, *, table: str | None = Non
     try:
         info = _matrix(file, name)
         spec, precision = module.arena.tables[index], _PRECISIONS[info.dtype]
-        if info.shape != (spec.rows, spec.dim):
-            message = f"{info.name!r} is {info.shape}, and table {spec.name!r} {(spec.rows, spec.dim)}; make them equal"
-            raise BadInput(message, parameter="name", value=info.shape, needed=(spec.rows, spec.dim))
+        begin, end = (0, info.shape[1]) if columns is None else columns
+        shape = (info.shape[0], end - begin)
+        if shape != (spec.rows, spec.dim) or not 0 <= begin <= end <= info.shape[1]:
+            part = "" if columns is None else f", of which columns {begin} to {end} are asked for"
+            message = f"{info.name!r} is {info.shape}{part}, and table {spec.name!r} {(spec.rows, spec.dim)}; make them equal"
+            parameter = "name" if columns is None else "columns"
+            raise BadInput(message, parameter=parameter, value=shape, needed=(spec.rows, spec.dim))
         format = F.NAMES.index(precision)
         scaled = info.name + SCALE in file
         if precision == "int8" and not scaled:
             message = f"{info.name!r} is int8 without scales; add {info.name + SCALE!r}, fp32 [rows, 1]"
             raise BadInput(message, parameter="name", value=info.name)
         for first, last in blocks(spec.rows):
-            codes_NB = file.read(info.name, first, last).view(torch.uint8)
+            codes_NB = file.read(info.name, first, last)[:, begin:end].contiguous().view(torch.uint8)
             scale_N1 = torch.ones(last - first, F.META_WORDS[format], dtype=torch.float32)
             if scaled:
                 scale_N1 = file.read(info.name + SCALE, first, last).float().reshape(-1, 1)

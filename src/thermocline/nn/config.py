@@ -237,7 +237,8 @@ def _check_fits(
             ways.append(f"precision={precision!r}, cache={share!r} ({size / 2**30:.2f} GiB)")
     way = f"what would fit: {'; '.join(ways[:2])}" if ways else "no precision fits; use more devices, or fewer rows"
     raise BadInput(
-        f"the tables need {needed / 2**30:.2f} GiB with optimizer state; {device} has {free / 2**30:.2f} GiB free; {way}",
+        f"the tables need {needed / 2**30:.2f} GiB with optimizer state; {device} has {free / 2**30:.2f} GiB free, "
+        f"{(needed - free) / 2**30:.2f} GiB are missing; {way}",
         needed=needed, available=free, device=device,
     )  # fmt: skip
 
@@ -256,7 +257,8 @@ def _check_fits_host(tables: Sequence[TableSpec]) -> None:
     ways = [f"precision={precision!r} ({size / 2**30:.2f} GiB)" for precision, size in sizes.items() if size <= free]
     way = f"what would fit: {'; '.join(ways)}" if ways else "no precision fits; use more hosts, or fewer rows"
     raise BadInput(
-        f"rows in host memory need {needed / 2**30:.2f} GiB; {free / 2**30:.2f} GiB are free; {way}",
+        f"rows in host memory need {needed / 2**30:.2f} GiB; {free / 2**30:.2f} GiB are free, "
+        f"{(needed - free) / 2**30:.2f} GiB are missing; {way}",
         needed=needed, available=free, device=host,
     )  # fmt: skip
 

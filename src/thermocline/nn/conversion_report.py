@@ -84,7 +84,11 @@ class ConversionReport:
         lines.append(("all", "", "", f"{self.bytes_before:,}", f"{self.bytes_after:,}", ""))
         name, *numbers = (max(map(len, column)) for column in list(zip(*lines, strict=True))[:5])
         padded = ([line[0].ljust(name), *map(str.rjust, line[1:5], numbers), line[5]] for line in lines)
-        warnings = [f"warning: {t.name}: {warning}" for t in self.tables for warning in t.warnings]
+        names: dict[str, list[str]] = defaultdict(list)
+        for t in self.tables:
+            for warning in t.warnings:
+                names[warning].append(t.name)
+        warnings = [f"warning: {', '.join(tables)}: {warning}" for warning, tables in names.items()]
         return "\n".join(["  ".join(cells).rstrip() for cells in padded] + warnings)
 
 
@@ -124,7 +128,8 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
 def table_warnings(bytes_before: int, bytes_after: int, holders: list[str]) -> tuple[str, ...]:
     """What to look at in a converted table."""
     grew = f"grew from {bytes_before:,} to {bytes_after:,} bytes; use RowConfig('fp32') for it, or leave it out with filter="
-    held = (f"{holder} holds the old weight, which no longer changes the rows; make it again" for holder in holders)
+    way = "make it again; an L2 penalty becomes weight_decay of the rows' optimizer"
+    held = (f"{holder} holds the old weight, which no longer changes the rows: {way}" for holder in holders)
     return (*([grew] if bytes_after > bytes_before else []), *held)
 
 

@@ -30,7 +30,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from thermocline.errors import BadInput
 
-from .read_only import ReadOnlyTensor
+from .read_only import DetachedPlaceholder, ReadOnlyTensor
 
 if TYPE_CHECKING:
     from .backward_pass import CollectedGradients
@@ -153,6 +153,7 @@ class PlaceholderParameter(nn.Parameter):
     passes: WeakValueDictionary[int, CollectedGradients]  # backward passes that update rows at their end
     trained: ReferenceType[Trained] | None  # the rows
     has_fused_optimizer: bool
+    told: bool  # whether a weight decay that leaves out the rows was warned of
     skipped: bool  # whether an optimizer of torch has stepped while gradients waited for the fused optimizer
 
     def __new__(
@@ -162,7 +163,7 @@ class PlaceholderParameter(nn.Parameter):
         self.register_hook(_warn_of_norms)  # type: ignore[no-untyped-call]
         self.requires_grad_(requires_grad)
         self.update, self.pending, self.stepped, self.last_pass = update, pending, False, -1
-        self.hidden = self.has_fused_optimizer = self.skipped = False
+        self.hidden = self.has_fused_optimizer = self.skipped = self.told = False
         self.trained = None
         self.updates, self.open, self.passes = 0, set(), WeakValueDictionary()
         return self
@@ -204,6 +205,10 @@ class PlaceholderParameter(nn.Parameter):
             raise BadInput(message, parameter="grad", value=tuple(grads_UW.shape), needed=needed)
         else:
             self.pending.grads_UW = grads_UW.as_subclass(Tensor)
+
+    def detach(self) -> Tensor:
+        plain = self.data
+        return plain.as_subclass(DetachedPlaceholder) if self.requires_grad and type(plain) is Tensor else plain
 
     def end_step(self, stepped: bool = True) -> None:
         """Mark the end of a step. Once an optimizer has stepped, only one backward pass may follow before the next step."""
@@ -266,11 +271,29 @@ def _placeholders(optimizer: Optimizer) -> Iterator[tuple[PlaceholderParameter, 
             yield from ((each, group) for each in group["params"] if isinstance(each, PlaceholderParameter))
 
 
+def _warn_of_decay(optimizer: Optimizer) -> None:
+    """Warn once if the weight decay of an optimizer of torch leaves out rows that have none of their own."""
+    tables = []
+    for placeholder, group in _placeholders(optimizer):
+        trained, placeholder.told = None if placeholder.trained is None else placeholder.trained(), True
+        decays = group.get("weight_decay") and placeholder.requires_grad
+        if decays and trained is not None and not trained.group.get("weight_decay"):
+            tables += [table.name for table in trained.arena.tables]
+    if tables:
+        warnings.warn(
+            f"weight_decay of {type(optimizer).__name__} leaves out rows (tables: {', '.join(tables[:3])}"
+            f"{', ...' if tables[3:] else ''}). Set weight_decay of the optimizer in their RowConfig, which decays the rows of "
+            "a batch, or give their placeholders a parameter group with weight_decay=0.0", stacklevel=4,
+        )  # fmt: skip
+
+
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hide gradients of rows from a step; a closure, which may clip gradients, still sees them."""
     found = [placeholder for placeholder, _ in _placeholders(optimizer)]
     if not found:
         return None
+    if not all(placeholder.told for placeholder in found):
+        _warn_of_decay(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
     def hide_after_closure() -> Any:

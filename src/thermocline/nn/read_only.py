@@ -1,12 +1,16 @@
-"""Tensors that refuse in-place operations. `ReadOnlyWeight`, a copy of the rows, is what `module.weight` returns.
+"""Tensors that refuse operations. `ReadOnlyWeight`, a copy of the rows, is what `module.weight` returns.
 
 `nn.init.xavier_uniform_(module.weight)` on an ordinary copy would change nothing, without an error, and a hook on its
 gradient would never run. Reading, arithmetic, indexing, `clone` and `numpy` work as on any tensor and return ordinary
 tensors; views of the copy stay read-only.
+
+Tools that average models compute with values of `state_dict` (timm's `ModelEma`) or write to detached parameters
+(`AveragedModel`). Means of codes are no rows: `StoredArray` and `DetachedPlaceholder` raise before a copy is corrupted.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -18,6 +22,9 @@ _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"
 _WRITING_METHODS = {"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS)}
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}  # they would be those of a copy
 _COPYING_METHODS = {"numpy", "__array__", "__deepcopy__", "__reduce_ex__"}  # torch refuses them where a gradient flows
+_OF_MEANS = ("add", "mul", "div", "truediv", "true_divide", "lerp", "stack")
+_AVERAGING = {"isub", *(prefix + name for prefix in ("", "i", "r") for name in _OF_MEANS)}
+_AVERAGE = "average the dense part alone, as in AveragedModel(model.top)"
 _WAY_OUT = "set rows with set_rows(ids, values), all of them with load_state_dict({'weight': values})"
 
 
@@ -56,6 +63,36 @@ class ReadOnlyWeight(ReadOnlyTensor):
     @classmethod
     def refuse(cls, name: str) -> None:
         raise BadInput(f"weight is a copy of the rows, so {name} would change nothing; {_WAY_OUT}", parameter="weight")
+
+
+class DetachedPlaceholder(ReadOnlyTensor):
+    """The placeholder parameter without its gradient, to which averages of parameters write."""
+
+    @classmethod
+    def refuse(cls, name: str) -> None:
+        message = (
+            f"{name} on a detached parameter of a table, as in AveragedModel, would change no row of the copy; {_AVERAGE}, or "
+        )
+        message += "freeze the rows: requires_grad_(False)"
+        raise BadInput(message, parameter="model")
+
+
+class StoredArray(Tensor):
+    """An array of rows in a `state_dict`: codes, scales, cache, state. Copies and comparisons work; averages raise."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := func.__name__).strip("_").removeprefix("foreach_").split(".")[0] in _AVERAGING:
+            message = f"{name} on an array of rows in a state_dict: means of stored codes are no rows; {_AVERAGE}"
+            raise BadInput(message, parameter="state_dict")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def refuse_assignment() -> None:

@@ -14,7 +14,7 @@ The arrays of the arena are neither parameters nor buffers, because casts such a
     cache_*                  the cache, cached rows in full precision; none where there is no cache
     tables                   sizes and precisions as text (uint8), compared on loading
     ids                      id maps as text, compared on loading; none where ids are rows
-    row_state                all of these, packed, beside `weight`: only in folders of transformers
+    row_state                all of these, packed, beside `weight`: only in checkpoints of transformers' Trainer
     elastic*_*               ids that have rows, with their counts (`ids/elastic.py`)
 
 A lookup trains if gradients are enabled and the placeholder parameter requires a gradient, also in eval(), as in torch.
@@ -51,6 +51,7 @@ from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
 from .optimizer import FusedOptimizer, Trained, deferred_lookup
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
+from .read_only import StoredArray
 from .saved_rows import load_state, unpack
 
 if TYPE_CHECKING:
@@ -343,7 +344,8 @@ class RowsModule(nn.Module):
         """The tensors of `state_dict` as attributes."""
         maps = maps_as_text(self.maps)
         texts = {"tables": self._text()} | ({} if maps is None else {"ids": maps})
-        return SimpleNamespace(**{name: tensor.detach() for name, tensor in self._arrays().items()}, **texts)
+        arrays = {name: tensor.detach().as_subclass(StoredArray) for name, tensor in self._arrays().items()}
+        return SimpleNamespace(**arrays, **texts)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Where torch.distributed.checkpoint.state_dict, which takes keys for attributes, finds those of `state_dict`."""

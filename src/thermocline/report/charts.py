@@ -19,7 +19,7 @@ from .numbers import Show, brief
 WIDTH = 360
 COLOURS = 8  # in page.css
 _LETTER = 12  # font size of labels, in units
-_TOP, _RIGHT, _BELOW = 20, 12, 36  # margins of a plot, for labels
+_TOP, _RIGHT, _BELOW = 23, 12, 39  # margins of a plot, for labels
 _MARGIN = 12  # around a chart in a file of its own
 
 
@@ -143,12 +143,12 @@ class _Plot:
 
     def names_below(self, names: Iterable[tuple[float, str]], label: str) -> list[Html]:
         """Labels under their positions, without those that would overlap the one before."""
-        drawn, free = [_words(WIDTH - _RIGHT, self.bottom + 31, label, "end")], 0.0
+        drawn, free = [_words(WIDTH - _RIGHT, self.bottom + 34, label, "end")], 0.0
         for x, name in names:
             half = width_of(name) / 2
             x = min(x, WIDTH - half)
             if x - half >= free:
-                drawn.append(_words(x, self.bottom + 15, name, "middle"))
+                drawn.append(_words(x, self.bottom + 18, name, "middle"))
                 free = x + half + 6
         return drawn
 

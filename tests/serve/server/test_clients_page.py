@@ -1,8 +1,9 @@
-"""The clients of docs/clients.md that this machine can run: curl and Java, against a server with rows."""
+"""The clients of docs/clients.md that this machine can run, against a server with rows."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from fake_server import values_of
 
 from thermocline.serve.protocol import schema
 
+PROTOCOL = Path(schema.__file__).parent
+GO_PACKAGES = Path("/usr/share/gocode")  # of Debian: golang-google-grpc-dev
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "clients.md").read_text()
 ROWS = values_of(1, "user")[[3, 17]]
 
@@ -41,6 +44,56 @@ def test_the_lines_for_java_work(served, tmp_path):
     status, _, body = done.stdout.partition(" ")
     (output,) = json.loads(body)["outputs"]
     assert status == "200" and np.array_equal(np.array(output["data"], np.float32).reshape(output["shape"]), ROWS)
+
+
+def generate(folder: Path, *outputs: str) -> None:
+    subprocess.run(["protoc", f"-I{PROTOCOL}", *outputs, "open_inference.proto"], cwd=folder, check=True)
+
+
+def found_by_pkg_config(*packages: str) -> bool:
+    return bool(shutil.which("pkg-config")) and not subprocess.run(["pkg-config", "--exists", *packages]).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (shutil.which("protoc-gen-go-grpc") and GO_PACKAGES.exists()), reason="Debian's Go and gRPC are missing"
+)
+def test_the_lines_for_go_work(served, tmp_path):
+    """Debian's gRPC is older than the names of the page that are replaced."""
+    client = tmp_path / "src" / "client"
+    client.mkdir(parents=True)
+    generate(tmp_path / "src", "--go_out=.", "--go-grpc_out=.")
+    (lines,) = blocks("go")
+    lines = lines.replace("localhost:8001", served.grpc).replace("NewClient(", "Dial(")
+    lines = lines.replace("WithTransportCredentials(insecure.NewCredentials())", "WithInsecure()")
+    names = ("bytes", "context", "encoding/binary", "log", "os", "google.golang.org/grpc")
+    imports = "".join(f'import "{name}"\n' for name in names)
+    lines += "binary.Write(os.Stdout, binary.LittleEndian, rows)"
+    main = f'package main\n{imports}import pb "inference"\nfunc main() {{\n{lines}\n}}\n'
+    (client / "main.go").write_text(main)
+    own = {"GO111MODULE": "off", "GOPATH": f"{tmp_path}:{GO_PACKAGES}", "GOCACHE": str(tmp_path / "cache")}
+    done = subprocess.run(["go", "run", "./client"], capture_output=True, cwd=tmp_path / "src", env={**os.environ, **own})
+    assert done.returncode == 0, done.stderr
+    assert np.array_equal(np.frombuffer(done.stdout, "<f4").reshape(ROWS.shape), ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (shutil.which("grpc_cpp_plugin") and shutil.which("g++") and found_by_pkg_config("grpc++", "protobuf")),
+    reason="there is no gRPC for C++",
+)
+def test_the_lines_for_cpp_work(served, tmp_path):
+    generate(tmp_path, "--cpp_out=.", "--grpc_out=.", f"--plugin=protoc-gen-grpc={shutil.which('grpc_cpp_plugin')}")
+    (lines,) = blocks("cpp")
+    lines = lines.replace("localhost:8001", served.grpc)
+    wrote = "std::fwrite(rows, 1, response.raw_output_contents(0).size(), stdout);"
+    headers = '#include <cstdio>\n#include <grpcpp/grpcpp.h>\n#include "open_inference.grpc.pb.h"\n'
+    (tmp_path / "client.cc").write_text(f"{headers}int main() {{\n{lines}{wrote}\n}}\n")
+    sources = ["client.cc", "open_inference.pb.cc", "open_inference.grpc.pb.cc"]
+    flags = subprocess.run(["pkg-config", "--cflags", "--libs", "grpc++", "protobuf"], capture_output=True, text=True).stdout
+    subprocess.run(["g++", "-std=c++17", "-I.", *sources, *flags.split(), "-o", "client"], cwd=tmp_path, check=True)
+    rows = subprocess.run([tmp_path / "client"], capture_output=True, check=True).stdout
+    assert np.array_equal(np.frombuffer(rows, "<f4").reshape(ROWS.shape), ROWS)
 
 
 def test_names_in_the_lines_for_go_and_cpp_are_those_of_the_protocol():

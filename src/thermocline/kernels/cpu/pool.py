@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 MOST_VECTORS = 8  # vectors of columns that one pass over a bag sums
 SIZES = (1, 2, 4, 6, 8)  # of passes that are compiled
+USUAL = (F.FP32, F.INT8)  # formats that have lookups of their own, which compile in less time than those of all formats
 BAGS = 8  # bags that are summed together where a row takes several passes: its pages stay in the TLB
 
 
@@ -200,6 +202,7 @@ def _unit(format: int, blocks: int, cached: bool) -> Any:
     return unit
 
 
+@cache
 def _pooler(format: int, cached: bool) -> Any:
     planes = F.planes(format)
     most = MOST_VECTORS // planes
@@ -285,6 +288,8 @@ def pool_int8_slots(
 _ARGUMENTS = "i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64"
 _pool_uncached = by_format(lambda format: _pooler(format, False), FORMATS, _ARGUMENTS)
 _pool_cached = by_format(lambda format: _pooler(format, True), (f for f in FORMATS if F.META_WORDS[f]), _ARGUMENTS)
+_pool_usual = by_format(lambda format: _pooler(format, False), USUAL, _ARGUMENTS)
+_pool_cached_int8 = by_format(lambda format: _pooler(format, True), (F.INT8,), _ARGUMENTS)
 
 
 @inlined
@@ -307,3 +312,16 @@ def pool_bags(
         _pool_cached(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
     else:
         pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+
+
+@inlined
+def pool_usual_bags(
+    format, codes, meta, values, int8_slots, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
+):  # fmt: skip
+    """`pool_bags` of fp32 and int8 tables."""
+    if values != 0 and words > 0:
+        _pool_cached_int8(
+            format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
+        )  # fmt: skip
+    else:
+        _pool_usual(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)

@@ -15,8 +15,8 @@ from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.checks import raise_bad_offsets
 from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
-from thermocline.kernels.cpu.compile import Kernel, addresses, as_int64, helper, inlined, kernel
-from thermocline.kernels.cpu.pool import pool_bags
+from thermocline.kernels.cpu.compile import FORMATS, TRAIN, Kernel, addresses, as_int64, helper, inlined, kernel
+from thermocline.kernels.cpu.pool import USUAL, pool_bags, pool_usual_bags
 from thermocline.kernels.cpu.sort import BAD_OFFSETS, OK, TASKS_PER_THREAD, offsets_ascend, raise_if_bad
 from thermocline.kernels.cpu.vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
 from thermocline.kernels.layout import Cache, Layout, TableLayout, output_shape, per_feature
@@ -95,44 +95,52 @@ def _write_out(scratch, bags, dim, out, pitch, target):
             R.narrow(scratch + 4 * b * dim, out + b * pitch, dim, target)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 21) + ")")
-def _pool_tiles(
-    codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, checked, weights, mean, out, pitch,
-    target, streamed, scratch, first, last,
-):  # fmt: skip
-    """Pool a range of tiles; returns OK, BAD_OFFSETS or a bad position."""
-    bags = features * batch
-    for tile in range(first, last):
-        f, bag, end = _tile(tile, height, features, batch)
-        limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
-        problem = _check_tile(ids, offsets, count, bags, bag, end, limit)
-        if problem != OK:
-            return problem
-        dim, format, table, table_meta, width, words = R.table_of(codes, meta, fields, f)
-        last_id = get_i64(offsets, end)
-        if tile == first:
-            _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile)
-        if tile + 1 < last:
-            _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile + 1)
-        if values != 0 and tile + 2 < last:
-            _prefetch_tile_meta(meta, fields, features, ids, offsets, count, batch, height, tile + 2)
-        size = 4 if target == F.FP32 else 2
-        place = out + size * ((bag - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN))
-        whole = dim % WIDTH == 0 and place % 64 == 0 and size * pitch % 64 == 0
-        direct = target == F.FP32 and not (streamed and whole)
-        while bag < end:
-            until = end if direct else min(bag + SCRATCH_BAGS, end)
-            into, step = (place, 4 * pitch) if direct else (scratch, 4 * dim)
-            pool_bags(
-                format, table, table_meta, values, int8_slots, width, words, ids, offsets, weights, bag, until, last_id, dim,
-                mean, into, step,
-            )  # fmt: skip
-            if not direct:
-                _write_out(scratch, until - bag, dim, place, size * pitch, target)
-            place += (until - bag) * size * pitch
-            bag = until
-    fence()
-    return OK
+def _tile_pooler(pool, group):
+    """The kernel that pools tiles of bags by `pool`."""
+
+    @kernel("int64(" + ", ".join(["int64"] * 21) + ")", group=group)
+    def pool_tiles(
+        codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, checked, weights, mean, out,
+        pitch, target, streamed, scratch, first, last,
+    ):  # fmt: skip
+        """Pool a range of tiles; returns OK, BAD_OFFSETS or a bad position."""
+        bags = features * batch
+        for tile in range(first, last):
+            f, bag, end = _tile(tile, height, features, batch)
+            limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
+            problem = _check_tile(ids, offsets, count, bags, bag, end, limit)
+            if problem != OK:
+                return problem
+            dim, format, table, table_meta, width, words = R.table_of(codes, meta, fields, f)
+            last_id = get_i64(offsets, end)
+            if tile == first:
+                _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile)
+            if tile + 1 < last:
+                _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile + 1)
+            if values != 0 and tile + 2 < last:
+                _prefetch_tile_meta(meta, fields, features, ids, offsets, count, batch, height, tile + 2)
+            size = 4 if target == F.FP32 else 2
+            place = out + size * ((bag - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN))
+            whole = dim % WIDTH == 0 and place % 64 == 0 and size * pitch % 64 == 0
+            direct = target == F.FP32 and not (streamed and whole)
+            while bag < end:
+                until = end if direct else min(bag + SCRATCH_BAGS, end)
+                into, step = (place, 4 * pitch) if direct else (scratch, 4 * dim)
+                pool(
+                    format, table, table_meta, values, int8_slots, width, words, ids, offsets, weights, bag, until, last_id,
+                    dim, mean, into, step,
+                )  # fmt: skip
+                if not direct:
+                    _write_out(scratch, until - bag, dim, place, size * pitch, target)
+                place += (until - bag) * size * pitch
+                bag = until
+        fence()
+        return OK
+
+    return pool_tiles
+
+
+_pool_tiles, _pool_usual_tiles = _tile_pooler(pool_bags, FORMATS), _tile_pooler(pool_usual_bags, TRAIN)
 
 
 @kernel("int64(" + ", ".join(["int64"] * 17) + ")")
@@ -323,7 +331,8 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
         weights = None if weights_N is None else weights_N.float().contiguous()
         streamed = dtype == torch.float32 and 4 * out.numel() >= STREAM_MIN_BYTES
         how = (*addresses("f", weights), mode == F.MEAN, out.data_ptr(), shape[1], _TARGET[dtype], streamed)
-        task, found = _tile_tasks(rows, call, batch, _pool_tiles, *how)
+        usual = all(format in USUAL for _, format in layout.tables.groups)
+        task, found = _tile_tasks(rows, call, batch, _pool_usual_tiles if usual else _pool_tiles, *how)
     threads.run(task, len(found))
     raise_if_bad(found, layout, ids_N, offsets)
     return out, winners

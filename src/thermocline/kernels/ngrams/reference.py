@@ -25,7 +25,11 @@ VERSION = 1  # of the rows that n-grams have; operators carry it, as that of id 
 
 def bad_token(tokens_BL: Tensor, position: int, vocabulary: int) -> IdOutOfRange:
     """The error of a token outside the vocabulary."""
-    return IdOutOfRange(0, position, int(tokens_BL.reshape(-1)[position]), vocabulary, "vocabulary", "tokens", 0)
+    sequence, place = divmod(position, tokens_BL.shape[1])
+    error = IdOutOfRange(0, position, int(tokens_BL[sequence, place]), vocabulary, "vocabulary", "tokens", 0)
+    words = f"tokens[{sequence}, {place}] is {error.id}, and the vocabulary has tokens 0 to {vocabulary - 1}"
+    error.args = (f"{words}; give NGramHash the vocabulary of the tokenizer, which changes no row",)
+    return error
 
 
 def ngram_rows(

@@ -5,9 +5,10 @@ would refuse the module. `convert_` sets both as attributes of every `PreTrained
 `forward`; copies and pickles of the model keep them. The methods of the class do the work.
 
 `save_pretrained` writes the rows of a table as `weight`, in the type of its output, so that the folder is one of transformers.
-Beside it, `row_state` has the arrays of the module in the format of safetensors (cached rows, optimizer state): with them, a
-checkpoint of transformers' Trainer resumes bit for bit. `from_pretrained` ignores `row_state` and lists it as unexpected.
-A file of its own was rejected: the Trainer resumes by `load_state_dict`, which does not say from which folder.
+In a checkpoint of transformers' Trainer (a folder `checkpoint-N`), `row_state` beside it has the arrays of the module in the
+format of safetensors (cached rows, optimizer state): with them, the Trainer resumes bit for bit. `from_pretrained` of a
+checkpoint ignores `row_state` and lists it as unexpected, so other folders are written without it. A file of its own was
+rejected: the Trainer resumes by `load_state_dict`, which does not say from which folder.
 
 `PreTrainedRows` is for models whose constructor makes thermocline modules. `save_pretrained` and the Trainer handle their
 arrays as they are. `from_pretrained` builds the model on the meta device and sets parameters one by one, which cannot set
@@ -17,6 +18,7 @@ arrays: the mixin hides them from it, and loads them afterwards from the same fi
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -65,12 +67,15 @@ def save_pretrained(
     model: Any, save_directory: Any, is_main_process: bool = True, state_dict: dict[str, Any] | None = None, **keywords: Any
 ) -> Any:
     """`PreTrainedModel.save_pretrained`, with rows as `weight`."""
+    resumes = re.fullmatch(r"checkpoint-\d+", Path(save_directory).name)  # a checkpoint of the Trainer
     state = dict(model.state_dict() if state_dict is None else state_dict)
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(module, RowsModule) and f"{prefix}codes" in state:
             names = [name for name in state if name.startswith(prefix)]
-            state[prefix + ROW_STATE] = pack({name[len(prefix) :]: state.pop(name) for name in names})
+            arrays = {name[len(prefix) :]: state.pop(name) for name in names}
+            if resumes:
+                state[prefix + ROW_STATE] = pack(arrays)
             for name, table in module.weight_keys().items():
                 state[prefix + name] = module.read_table(table).to(module.dtype)
     return type(model).save_pretrained(model, save_directory, is_main_process, state, **keywords)

@@ -39,7 +39,7 @@ def explain(plan: Plan, width: int | None = None) -> str:
     sent = [(LINK_NAMES[link], size(number)) for link, number in link_sums(plan).items()]
     more = [(each.what, value_words(plan, each), each.detail) for each in plan.sensitivities]
     parts = [
-        [verdict(plan), headline(plan), backend_words(plan), f"Limited by: {plan.binding}."],
+        [verdict(plan), headline(plan), backend_words(plan), f"Limited by {plan.binding}."],
         _section("Predicted step, by part", step_rows(plan), width),
         _section("Bytes sent per GPU and step", sent, width),
         _section("GPU memory", memory_rows(plan), width),

@@ -41,7 +41,7 @@ def plan_page(plan: Plan) -> str:
         f"Plan for {E.cluster_words(plan.topology.nodes, plan.topology.gpus_per_node)}",
         verdict(E.verdict(plan)),
         paragraph(E.headline(plan)),
-        paragraph(f"Limited by: {plan.binding}."),
+        paragraph(f"Limited by {plan.binding}."),
         _facts(plan),
         section("Where the time goes", figures(_step(plan), _candidates(plan), _links(plan), _memory(plan))),
         section("Value of more hardware", _sensitivities(plan)) if plan.sensitivities else "",
@@ -106,9 +106,9 @@ def _candidates(plan: Plan) -> Html:
     fit = [Bar(other.name, {"": max(other.time - dense, 0.0)}) for other in plan.candidates if other.time is not None]
     words = ["The first is this plan."]
     if len(fit) > MOST_CANDIDATES:
-        words.append(f"{len(fit) - MOST_CANDIDATES} more are slower.")
+        words.append(f"Not drawn: {len(fit) - MOST_CANDIDATES} slower.")
     if len(plan.candidates) > len(fit):
-        words.append(f"{len(plan.candidates) - len(fit)} do not fit.")
+        words.append(f"Too large: {len(plan.candidates) - len(fit)}.")
     chart = bars("Predicted step of each candidate, beyond the dense part", fit[:MOST_CANDIDATES], seconds)
     return figure("Candidate plans: step beyond the dense part", chart, " ".join(words))
 
