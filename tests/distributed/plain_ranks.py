@@ -123,7 +123,7 @@ def reload_plain(rank: int, size: int, plan: Any, heat: Any, loaded: str, saved:
 
 
 def train_with_fsdp(rank: int, size: int, plan: Any, heat: Any, ranks: int) -> Any:
-    """The dense part in FSDP2, and the whole model without the placeholders; all rows, and the dense part. On several nodes FSDP2
+    """The dense part in FSDP2, and the whole model without placeholders; all rows, and the dense part. On several nodes FSDP2
     has the mesh of nodes x ranks: shards within a node, replicas between nodes."""
     model = nn.Sequential(PlainModel(optimizer=tc.SGD(lr=0.125), precision="fp32"), nn.Linear(26, 4))
     if plan is not None:
