@@ -21,7 +21,7 @@ from torch import nn
 from train_ranks import train_clicks, train_sequence, train_twice  # noqa: F401
 
 import thermocline as tc
-from thermocline.distributed import process_groups
+from thermocline.distributed import process_groups, shard
 from thermocline.distributed.exchange import batch_exchange, context
 
 
@@ -118,12 +118,16 @@ def interrupt(model: Any, step: int) -> None:
 def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> Exception | str:
     """Rank 1 differs from the others; the error of each rank."""
     odd = rank == 1
+    settings: dict[str, Any] = {"check_every": 3} if what == "checks" and odd else {}
     try:
         model = Model()
+        if what in ("residency", "update") and odd:
+            object.__setattr__(model.tables.rows, what, {"residency": "host", "update": "step"}[what])
         if what == "other rows":
             model.tables.set_rows("user", torch.arange(97), torch.full((97, 8), float(rank)))
         given = "no such plan.json" if what == "no file" and odd else plans[min(rank, len(plans) - 1)]
-        sharding = tc.shard_(model, given, heat)
+        with mock.patch.object(shard, "__version__", "0.0" if what == "version" and odd else tc.__version__):
+            sharding = tc.shard_(model, given, heat, **settings)
         batch: Any = batches(1, [3] * size)[rank]
         if what == "leaves" and odd:
             dist.destroy_process_group()  # as its end would

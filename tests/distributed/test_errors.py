@@ -47,6 +47,19 @@ def test_a_plan_for_another_number_of_ranks_is_an_error_on_every_rank(on_ranks):
         assert (error.parameter, error.needed, error.available) == ("plan", 4, 3)
 
 
+@pytest.mark.parametrize(
+    "what, named", [("checks", "check_every"), ("version", "the version of thermocline"), ("update", "collections")]
+)
+def test_different_settings_are_an_error_on_every_rank(on_ranks, what, named):
+    for error in errors_of(on_ranks, what, one_plan()):
+        assert error.parameter == named and error.values[0] == error.values[2] != error.values[1]
+
+
+def test_a_rank_whose_rows_cannot_be_sharded_stops_all(on_ranks):
+    first, own, third = errors_of(on_ranks, "residency", one_plan())
+    assert own.parameter == "residency" and first.rank == third.rank == 1
+
+
 def one_plan():
     return [tiers_plan(1, 3, MIXED, "int8")[0]]
 

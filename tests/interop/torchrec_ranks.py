@@ -29,7 +29,7 @@ def begin(weight):
 
 
 class Model(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, device="cpu"):
         super().__init__()
         configs = [
             torchrec.EmbeddingBagConfig(
@@ -37,7 +37,7 @@ class Model(torch.nn.Module):
             )
             for name, rows in ROWS.items()
         ]
-        self.sparse = torchrec.EmbeddingBagCollection(tables=configs)
+        self.sparse = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device(device))
 
 
 def batch(step, rank):
@@ -88,6 +88,10 @@ if __name__ == "__main__":
     shard_torchrec_(int8, plan, tc.RowConfig("int8", cache=0.1, optimizer=tc.SGD(lr=0.1)), batch=9)
     for expected, found in zip(outputs, train(int8, rank), strict=True):
         assert all((found[name] - expected[name]).abs().max() < 0.05 for name in expected)
+    fresh = Model("meta")
+    shard_torchrec_(fresh, plan, batch=9)
+    assert all(bool(values.any()) for out in train(fresh, rank) for values in out.values())
+
     for wrong in (wrapped, ours.sparse.collection, torch.nn.Linear(1, 1)):
         try:
             shard_torchrec_(wrong, plan, batch=9)

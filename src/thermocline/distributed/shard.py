@@ -13,6 +13,7 @@ otherwise stay unnoticed. Ranks then compare collections and the maps of rows. E
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,10 +22,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from thermocline import __version__
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.nn.collection import EmbeddingCollection
@@ -46,7 +47,7 @@ from .process_groups import (
 )
 from .replanning.frequency_counter import FrequencyCounter, merge_profiles
 from .replanning.migrate import RowMigration, deferred_interrupt
-from .shard_source import Shardable, ShardSource, shardable_modules
+from .shard_source import Shardable, ShardSource, device_of, shardable_modules
 from .sharded_collection import ShardedCollection
 from .sharded_table import SHARDED
 from .sharded_trained import Reduce
@@ -116,7 +117,7 @@ class Sharding:
                 "gradients wait for fused_optimizer.step(); migrate after it, or after zero_grad()", parameter="step"
             )
         reduce = next(iter(self.collections.values())).trained.reduce
-        plan, heat = _read_inputs(plan, heat, self.collections, reduce)
+        plan, heat = _read_inputs(plan, heat, self.collections, {"reduce": reduce})
         here, there = self.plan.topology, plan.topology
         if (here.nodes, here.gpus_per_node) != (there.nodes, there.gpus_per_node):
             raise BadInput(
@@ -252,10 +253,9 @@ def shard_(
         raise BadInput(f"reduce is {reduce!r}; use 'mean' or 'sum'", parameter="reduce", value=reduce)
     modules = shardable_modules(model)
     sources = {name: ShardSource.of(name, module) for name, module in modules.items()}
-    plan, heat = _read_inputs(plan, heat, sources, reduce)
-    _validate(model, plan, heat, sources)
+    plan, heat = _read_inputs(plan, heat, sources, {"reduce": reduce, "check_every": f"{check_every}"})
+    here = _check(model, modules, sources, plan, heat, device)
     sources = {name: ShardSource.of(name, module, plan) for name, module in modules.items()}
-    here = _device(model, modules, device)
     groups = ProcessGroups.make(plan.topology.nodes, plan.topology.gpus_per_node, here)
     tables, maps = map_collections(plan, heat, sources, groups, here)
     check_maps(groups, tables, maps)
@@ -291,14 +291,31 @@ def _into_shard(module: Shardable, source: ShardSource, *given: Any) -> ShardedC
     return cast(ShardedCollection, made)
 
 
+def _device_of(found: Mapping[str, Collection]) -> contextlib.AbstractContextManager[None]:
+    """Make the device of collections the current one."""
+    return current_device(next((each.arena.device for each in found.values() if each.arena.device.type != "meta"), CPU))
+
+
+def _raise_on_all_ranks(failed: Exception | None, everyone: list[str]) -> None:
+    """Raise where any rank failed. `everyone` has what each rank says about its failure, or ""."""
+    if failed is not None:
+        raise failed
+    for rank, error_there in enumerate(everyone):
+        if error_there:
+            raise BadInput(f"rank {rank} stopped: {error_there}", rank=rank)
+
+
 def _read_inputs(
-    given: Plan | str | Path | None, heat: HeatProfile | str | Path | None, found: Mapping[str, Collection], reduce: str
+    given: Plan | str | Path | None,
+    heat: HeatProfile | str | Path | None,
+    found: Mapping[str, Collection],
+    settings: Mapping[str, str],
 ) -> tuple[Plan, HeatProfile | None]:
     """Plan and heat of rank 0. Raises on all ranks if another rank was given others. Collective."""
     failed: Exception | None = None
     plan: Plan | None = None
     profile: HeatProfile | None = None
-    inputs = {"reduce": reduce}
+    inputs = {"the version of thermocline": __version__, **settings}
     try:
         plan = given if given is None or isinstance(given, Plan) else Plan.load(given)
         profile = heat if heat is None or isinstance(heat, HeatProfile) else HeatProfile.load(heat)
@@ -310,13 +327,9 @@ def _read_inputs(
             inputs["the heat"] = f"sha256 {profile.sha256[:12]}"
     except (BadInput, OSError) as error:
         failed = error
-    with current_device(next((each.arena.device for each in found.values() if each.arena.device.type != "meta"), CPU)):
+    with _device_of(found):
         everyone = gather_objects((f"{failed}" if failed else "", inputs))
-        if failed is not None:
-            raise failed
-        for rank, (error_there, _) in enumerate(everyone):
-            if error_there:
-                raise BadInput(f"rank {rank} stopped: {error_there}", rank=rank)
+        _raise_on_all_ranks(failed, [error_there for error_there, _ in everyone])
         first = {"the heat": "none", **everyone[0][1]}
         if "the plan" not in first:
             raise BadInput(
@@ -330,7 +343,24 @@ def _read_inputs(
 
 def _describe(collection: Collection) -> str:
     tables = ", ".join(f"{t.name} {t.rows} x {t.dim} for {' '.join(t.features)}" for t in collection.tables)
-    return f"{tables}, mode {collection.mode}, {collection.rows.optimizer}, seed {collection.rows.seed}"
+    rows = collection.rows
+    return f"{tables}, mode {collection.mode}, {rows.optimizer}, seed {rows.seed}, update={rows.update!r}"
+
+
+def _check(
+    model: nn.Module, modules: Mapping[str, Shardable], found: Mapping[str, ShardSource], plan: Plan,
+    heat: HeatProfile | None, device: torch.device | str | None,
+) -> torch.device:  # fmt: skip
+    """The device of the shards. Raises on all ranks if one of them cannot carry out the plan. Collective."""
+    failed: Exception | None = None
+    try:
+        _validate(model, plan, heat, found)
+        here = device_of(model, modules, device)
+    except BadInput as error:
+        failed = error
+    with _device_of(found):
+        _raise_on_all_ranks(failed, gather_objects(f"{failed or ''}"))
+    return here
 
 
 def _validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Mapping[str, ShardSource]) -> None:
@@ -362,19 +392,3 @@ def _validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Map
                 "and use more ranks or a lower precision if they do not fit",
                 parameter="residency", collection=name, value=source.rows.residency,
             )  # fmt: skip
-
-
-def _device(model: nn.Module, found: Mapping[str, Shardable], given: torch.device | str | None) -> torch.device:
-    """The device of the collections, or for collections on "meta" the device that they move to."""
-    here: Any = {collection.arena.device for collection in found.values() if collection.arena.device.type != "meta"}
-    if len(here) > 1:
-        names = ", ".join(map(str, sorted(here, key=str)))
-        raise BadInput(f"collections are on {names}; move the model to one device first", parameter="model")
-    if here:
-        return next(iter(here))  # type: ignore[no-any-return]
-    own = {id(tensor) for each in found.values() for tensor in (*each.parameters(), *each.buffers())}
-    dense = {t.device for t in (*model.parameters(), *model.buffers()) if id(t) not in own and t.device.type != "meta"}
-    nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
-    chosen = torch.device(given) if given is not None else dense.pop() if len(dense) == 1 else None
-    chosen = chosen or torch.device("cuda" if nccl else "cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if chosen == torch.device("cuda") else chosen

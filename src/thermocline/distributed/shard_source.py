@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from thermocline.errors import BadInput
@@ -68,3 +70,19 @@ def shardable_modules(model: nn.Module) -> dict[str, Shardable]:
     """The modules of a model that `shard_` replaces, by name: all but those whose ranks train copies of their own."""
     kinds = (EmbeddingCollection, EmbeddingBag, Embedding)
     return {name: each for name, each in model.named_modules() if isinstance(each, kinds) and not each.rows.independent}
+
+
+def device_of(model: nn.Module, found: Mapping[str, Shardable], given: torch.device | str | None) -> torch.device:
+    """The device of the collections, or for collections on "meta" the device that they move to."""
+    here: Any = {collection.arena.device for collection in found.values() if collection.arena.device.type != "meta"}
+    if len(here) > 1:
+        names = ", ".join(map(str, sorted(here, key=str)))
+        raise BadInput(f"collections are on {names}; move the model to one device first", parameter="model")
+    if here:
+        return next(iter(here))  # type: ignore[no-any-return]
+    own = {id(tensor) for each in found.values() for tensor in (*each.parameters(), *each.buffers())}
+    dense = {t.device for t in (*model.parameters(), *model.buffers()) if id(t) not in own and t.device.type != "meta"}
+    nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
+    chosen = torch.device(given) if given is not None else dense.pop() if len(dense) == 1 else None
+    chosen = chosen or torch.device("cuda" if nccl else "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if chosen == torch.device("cuda") else chosen

@@ -11,6 +11,7 @@ rows are in FBGEMM's shards by then, and each rank has only its own.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from thermocline.heat.curve import Curve
 from thermocline.heat.profile import HeatProfile
 from thermocline.nn.config import RowConfig
 from thermocline.nn.interop.torchrec import KeyedCollection
-from thermocline.plan.tables import TableConfig, TablesConfig
+from thermocline.plan.tables import TablesConfig
 from thermocline.plan.topology import Topology
 from thermocline.plan.torchrec import plan_from_torchrec
 
@@ -62,24 +63,26 @@ def shard_torchrec_(
 
         sharding = shard_torchrec_(model, planner.collective_plan(model, sharders, dist.group.WORLD), batch=1024)
     """
-    theirs = {name: each for name, each in model.named_modules() if hasattr(each, "embedding_bag_configs") or
-              hasattr(each, "embedding_configs")}  # fmt: skip
-    if type(model).__name__ == "DistributedModelParallel" or not theirs or "" in theirs:
+    kind, asked = type(model).__name__, ("embedding_bag_configs", "embedding_configs")
+    theirs = {name: each for name, each in model.named_modules() if any(hasattr(each, way) for way in asked)}
+    if kind == "DistributedModelParallel" or not theirs or "" in theirs:
         words = "model is a collection: put it into a module" if "" in theirs else "model has no collection of TorchRec"
-        if type(model).__name__ == "DistributedModelParallel":
+        if kind == "DistributedModelParallel":
             words = "DistributedModelParallel has moved the rows into its own shards; call shard_torchrec_ in its place"
-        raise BadInput(words, parameter="model", value=type(model).__name__)
+        raise BadInput(words, parameter="model", value=kind)
     made = {name: KeyedCollection(each, rows=rows) for name, each in theirs.items()}
-    tables = tuple(
-        TableConfig(
-            name=table.name, rows=table.rows, dim=table.dim, features=table.features, precision=rows.precision,
-            cache=rows.cache if isinstance(rows.cache, float) else None,
-            pooling=each.collection.mode, lookups=float(len(table.features)),
-        )
+    precision = dict(rows.precision) if isinstance(rows.precision, Mapping) else rows.precision
+    cache = rows.cache if isinstance(rows.cache, float) else None  # bytes: that of the plan
+    tables = [
+        {
+            "name": table.name, "rows": table.rows, "dim": table.dim, "features": tuple(table.features), "precision": precision,
+            "cache": cache, "pooling": each.collection.mode, "lookups": float(len(table.features)),
+        }
         for each in made.values() for table in each.collection.tables
-    )  # fmt: skip
-    config = TablesConfig(batch=batch, optimizer=F.OPTIMIZERS[rows.optimizer.code], tables=tables)
-    curves = heat if heat is not None else {table.name: Curve.zipf(table.rows, 0.0) for table in tables}
+    ]  # fmt: skip
+    optimizer = F.OPTIMIZERS[rows.optimizer.code]
+    config = TablesConfig.model_validate({"batch": batch, "optimizer": optimizer, "tables": tables})
+    curves = heat if heat is not None else {table.name: Curve.zipf(table.rows, 0.0) for table in config.tables}
     plan = plan_from_torchrec(sharding_plan, config, curves, topology or _topology())
     for name, each in made.items():
         parent, _, own = name.rpartition(".")
