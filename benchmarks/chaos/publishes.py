@@ -108,10 +108,8 @@ class PublishChaos:
         address = f"{host}:{self.server.ports['publish']}"
         arguments = [str(each) for each in (self._folder / "model", self._state, address, self._secret)]
         with open(self._folder / "trainer.log", "ab") as log:
-            self.trainer = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.chaos.trainer", *arguments],
-                stderr=log, stdout=log, preexec_fn=lambda: self._net.enter(1),
-            )  # fmt: skip
+            command = [*self._net.prefix(1), sys.executable, "-m", "benchmarks.chaos.trainer", *arguments]
+            self.trainer = subprocess.Popen(command, stderr=log, stdout=log)
 
     # -- clients --------------------------------------------------------------------------------------------------------------
 
@@ -254,6 +252,9 @@ class PublishChaos:
                 if second > (KILL_SHARE + 0.1) * self._seconds:
                     self.memory.append(self.server.private_bytes())
                 done = f"{self.counts['answered']:,} answers, {sum(self.faults.values())} faults, {len(self.lost)} lost"
+                if self.trainer is not None and self.trainer.poll() is not None:
+                    self.unexpected[f"the trainer ended with {self.trainer.returncode}"] += 1
+                    self._start_trainer()
                 progress(second, round(self._seconds), done)
         finally:
             for one in playing:
