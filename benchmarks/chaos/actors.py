@@ -168,10 +168,7 @@ class Actors:
     # -- what happens to the server --
 
     def _cards(self) -> list[dict[str, Any]]:
-        with _ASK.open(f"http://{self._http}/status.json", timeout=20) as answer:
-            models: list[dict[str, Any]] = json.load(answer)["models"]
-        cards: list[dict[str, Any]] = models[0]["cards"]
-        return cards
+        return shard_cards(self._http)
 
     async def _kill(self) -> None:
         """Kill a shard, and wait until another process replaces it."""
@@ -225,6 +222,14 @@ class Actors:
             await self._ask(channel, 1000, random.Random(1))
             if self.counts["answered"] != before + 1:
                 self.unexpected["the last request was not answered"] += 1
+
+
+def shard_cards(http: str) -> list[dict[str, Any]]:
+    """State and process of each shard of the first model."""
+    with _ASK.open(f"http://{http}/status.json", timeout=20) as answer:
+        models: list[dict[str, Any]] = json.load(answer)["models"]
+    cards: list[dict[str, Any]] = models[0]["cards"]
+    return cards
 
 
 def _request(ids: dict[str, np.ndarray[Any, np.dtype[np.int64]]]) -> bytes:

@@ -27,6 +27,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from benchmarks.chaos.actors import shard_cards
 from benchmarks.chaos.trainer import DIM, ROWS, UNIVERSE, Trainer
 from benchmarks.exchange.network import Net
 from benchmarks.freshness.live import LiveServer
@@ -84,6 +85,7 @@ class PublishChaos:
         self.lost: list[str] = []
         self.recovery: list[float] = []
         self.memory: list[int] = []
+        self.shards = 0  # killed
         self.versions: set[str] = set()
         self._served, self._failing = (0, 0), False
         net.enter(0)
@@ -108,10 +110,8 @@ class PublishChaos:
         address = f"{host}:{self.server.ports['publish']}"
         arguments = [str(each) for each in (self._folder / "model", self._state, address, self._secret)]
         with open(self._folder / "trainer.log", "ab") as log:
-            self.trainer = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.chaos.trainer", *arguments],
-                stderr=log, stdout=log, preexec_fn=lambda: self._net.enter(1),
-            )  # fmt: skip
+            command = [*self._net.prefix(1), sys.executable, "-m", "benchmarks.chaos.trainer", *arguments]
+            self.trainer = subprocess.Popen(command, stderr=log, stdout=log)
 
     # -- clients --------------------------------------------------------------------------------------------------------------
 
@@ -208,10 +208,12 @@ class PublishChaos:
         return 0
 
     async def _kill_shard(self) -> None:
-        pids = subprocess.run(["pgrep", "-P", str(self.server.process.pid)], capture_output=True, text=True).stdout.split()
-        if pids:
-            with suppress(ProcessLookupError):
-                os.kill(int(self._draw.choice(pids)), signal.SIGKILL)
+        with suppress(OSError):
+            shards = await asyncio.to_thread(shard_cards, f"127.0.0.1:{self.server.ports['http']}")
+            pids = [shard["pid"] for shard in shards if shard["ready"] and shard["pid"]]
+            if pids:
+                os.kill(self._draw.choice(pids), signal.SIGKILL)
+                self.shards += 1
 
     async def _kill_trainer(self) -> None:
         assert self.trainer is not None
@@ -254,6 +256,9 @@ class PublishChaos:
                 if second > (KILL_SHARE + 0.1) * self._seconds:
                     self.memory.append(self.server.private_bytes())
                 done = f"{self.counts['answered']:,} answers, {sum(self.faults.values())} faults, {len(self.lost)} lost"
+                if self.trainer is not None and self.trainer.poll() is not None:
+                    self.unexpected[f"the trainer ended with {self.trainer.returncode}"] += 1
+                    self._start_trainer()
                 progress(second, round(self._seconds), done)
         finally:
             for one in playing:
@@ -299,7 +304,15 @@ def record(recorder: Any, found: PublishChaos, code: int) -> None:
     none("wrong", found.counts["wrong"], answered=found.counts["answered"], outcomes=dict(found.counts))
     none("mixed", found.counts["mixed"], versions=len(found.versions), saves=len(runs), columns=DIM)
     slow = {"median_s": statistics.median(found.recovery), "slowest_s": max(found.recovery)} if found.recovery else {}
-    none("lost", len(found.lost), faults=dict(found.faults), recovered=len(found.recovery), examples=found.lost[:5], **slow)
+    none(
+        "lost",
+        len(found.lost),
+        faults=dict(found.faults),
+        shards=found.shards,
+        recovered=len(found.recovery),
+        examples=found.lost[:5],
+        **slow,
+    )
     none("unexpected", sum(found.unexpected.values()) + (code != 0), exit_code=code, examples=list(found.unexpected)[:10])
     third = len(found.memory) // 3
     if third:

@@ -85,6 +85,10 @@ class Net(NamedTuple):
                 _tc(where, "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{bits}bit", "burst", str(burst),
                     "limit", str(_QUEUE))  # fmt: skip
 
+    def prefix(self, node: int) -> list[str]:
+        """The beginning of a command that runs in a node."""
+        return ["ip", "netns", "exec", self._name(node)] if self.owner else []
+
     def set_link(self, node: int, up: bool) -> None:
         """Cut a node off, or let it back. Afterwards TCP has its usual timeouts there."""
         _ip("-n", self._name(node), "link", "set", "eth0", "up" if up else "down")

@@ -25,6 +25,7 @@ from thermocline.checkpoint.copy_budget import CopyBudget
 from thermocline.checkpoint.format import sections
 from thermocline.checkpoint.format.saved_cache import SavedCache
 from thermocline.checkpoint.format.tensor_files import TensorFile
+from thermocline.checkpoint.publishes.log import PublishLog
 from thermocline.checkpoint.save_job import SaveJob
 from thermocline.distributed.process_groups import ProcessGroups, group_timeout
 from thermocline.distributed.sharded_collection import ShardedCollection
@@ -371,3 +372,32 @@ def train_and_publish(
             done.append(publisher.flush(120.0))
         tc.save(model, folder + " expected")
         return [publisher.number, done, [each.state for each in publisher.servers]]
+
+
+def publish_after_a_failure(rank: int, size: int, plan: Any, heat: Any, settings: Any, folder: str) -> list[Any]:
+    """The log of one rank cannot be written, at two publishes one after the other: all ranks raise, and go on."""
+    model, dense, _ = made(plan, heat, settings)
+    append, failures = PublishLog.append, [1, 1] if rank == 1 else []
+
+    def fail(log: PublishLog, part: Any) -> int:
+        if failures:
+            failures.pop()
+            raise tc.ThermoclineError("no space is left")
+        return append(log, part)
+
+    raised = []
+    with tc.publish(model, folder, dense=True, interval=0.0) as publisher:
+        publisher.flush()
+        PublishLog.append = fail  # type: ignore[method-assign]
+        try:
+            for first in range(0, 9, 3):
+                steps(model, dense, rank, size, first, first + 3)
+                try:
+                    publisher.flush()
+                    raised.append("")
+                except tc.ThermoclineError as error:
+                    raised.append(str(error))
+        finally:
+            PublishLog.append = append  # type: ignore[method-assign]
+        tc.save(model, folder + " expected")
+        return raised

@@ -38,25 +38,42 @@ class LateServer:
             group.close()
 
 
+def tables_in_all_tiers():
+    user = with_slots(table_plan("user", 9, 14, "int8"), {1: (3, 0), 2: (4, 0), 3: (6, 0)})
+    return [user, table_plan("item", 5, 0, "int8"), table_plan("shop", 0, 0, "int8", card=2)]
+
+
+def check(groups, folder):
+    """Servers answer what the checkpoint has that was saved at the end."""
+    expected = Whole(precision="int8")
+    tc.load_into(expected, folder + " expected")
+    expected.tables.flush()
+    for group in groups:
+        served = group.lookup({name: torch.arange(rows) for name, (rows, _, _) in TABLES.items()})
+        assert all(torch.equal(rows, expected.tables.get_rows(name)) for name, rows in served.items())
+        assert all(torch.equal(group.current.dense[f"top.{n}"], each) for n, each in expected.top.named_parameters())
+
+
+def test_all_ranks_raise_when_one_fails_and_nothing_is_lost(on_ranks, tmp_path):
+    folder, plan = str(tmp_path / "saved"), plan_of(2, 2, tables_in_all_tiers(), HEAT)
+    found = on_ranks("publish_after_a_failure", 4, plan, HEAT, {"precision": "int8"}, folder)
+    assert [[bool(error) for error in raised] for raised in found] == [[True, True, False]] * 4
+    assert "rank 1" in found[0][0] and "rank 1" not in found[1][0]
+    with ShardGroup(folder, shards=2) as group:
+        check([group], folder)
+
+
 def test_publishes_of_four_ranks_are_one_and_equal_a_checkpoint(on_ranks, tmp_path):
     """All three tiers, a table on one rank, and cache slots."""
     folder, secret = str(tmp_path / "saved"), tmp_path / "secret"
     secret.write_bytes(b"0123456789abcdef")
-    user = with_slots(table_plan("user", 9, 14, "int8"), {1: (3, 0), 2: (4, 0), 3: (6, 0)})
-    tables = [user, table_plan("item", 5, 0, "int8"), table_plan("shop", 0, 0, "int8", card=2)]
     server = LateServer(folder, secret.read_bytes())
     try:
         address = f"127.0.0.1:{server.listener.port}"
-        plan, settings = plan_of(2, 2, tables, HEAT), {"precision": "int8"}
+        plan, settings = plan_of(2, 2, tables_in_all_tiers(), HEAT), {"precision": "int8"}
         found = on_ranks("train_and_publish", 4, plan, HEAT, settings, folder, address, str(secret))
         assert len({number for number, _, _ in found}) == 1
         assert all(done == [True] * 4 and states == ["live"] for _, done, states in found)
-        expected = Whole(precision="int8")
-        tc.load_into(expected, folder + " expected")
-        expected.tables.flush()
-        for group in (server.group(), server.restarted()):
-            served = group.lookup({name: torch.arange(rows) for name, (rows, _, _) in TABLES.items()})
-            assert all(torch.equal(rows, expected.tables.get_rows(name)) for name, rows in served.items())
-            assert all(torch.equal(group.current.dense[f"top.{n}"], each) for n, each in expected.top.named_parameters())
+        check((server.group(), server.restarted()), folder)
     finally:
         server.close()

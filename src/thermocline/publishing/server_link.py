@@ -167,8 +167,9 @@ class ServerLink:
         message = {"do": "publish", "model": self._target.model, "age": max(0.0, time.time() - part.at)}
         reply = self._ask(session, message, part.encode())
         if "refused" in reply:
-            self._lose(reply["error"], refused=reply["refused"] not in _CATCHES_UP)
-            self._pause(_PAUSE_S)
+            refused = reply["refused"] not in _CATCHES_UP
+            self._lose(reply["error"], refused)
+            self._pause(_MAX_PAUSE_S if refused else _PAUSE_S)
             return False
         with self._changed:
             self._number, self._live, self._seconds = int(reply["number"]), True, max(0.0, time.time() - part.at)

@@ -234,8 +234,12 @@ def copy(meta: Tensor, staging: Staging, layout: Layout, codes: Tensor) -> None:
 def arena_rows(layout: Layout, ids_N: Tensor, offsets: Tensor) -> Tensor:
     """The arena row of every lookup with an id in range."""
     fields_F8, count = layout.fields_F8, ids_N.numel()
-    ends_F = offsets[:: max(1, (offsets.numel() - 1) // fields_F8.shape[0])][1:].contiguous()
-    feature_N = torch.searchsorted(ends_F, torch.arange(count, device=ids_N.device, dtype=ends_F.dtype), right=True)
-    feature_N = feature_N.clamp(max=fields_F8.shape[0] - 1)
-    good_N = (ids_N >= 0) & (ids_N < fields_F8[:, F.ROWS][feature_N])
-    return (fields_F8[:, F.ROW][feature_N] + ids_N)[good_N]
+    features = fields_F8.shape[0]
+    first_N, rows_N = fields_F8[:1, F.ROW], fields_F8[:1, F.ROWS]
+    if features > 1 and count:  # a part for each feature: a search for each id took a sixth of a step
+        ends_F = offsets[:: max(1, (offsets.numel() - 1) // features)][1:]
+        counts_F = ends_F.diff(prepend=ends_F.new_zeros(1))
+        counts_F[-1] += count - ends_F[-1]
+        first_N, rows_N = (fields_F8[:, field].repeat_interleave(counts_F, output_size=count) for field in (F.ROW, F.ROWS))
+    good_N = (ids_N >= 0) & (ids_N < rows_N)
+    return (first_N + ids_N)[good_N]
