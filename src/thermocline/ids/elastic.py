@@ -294,9 +294,9 @@ class KeyTable:
         counts, ids_U = self.counts.numpy(), ids.reshape(-1).long().unique()
         ids_C = ids_U[self.find(ids_U)[1]]
         before = [tensor.clone() for tensor in self.arrays]
-        rows_C, before_C, left_C = self._kernels.place(
-            self.arrays, self.rules, ids_C, torch.full_like(ids_C, K.MOST), int(counts[STEPS]), max(1, int(counts[BARRIER]))
-        )
+        step, barrier = (max(1, int(counts[field])) for field in (STEPS, BARRIER))  # at 0, ids would take each other's rows
+        heat_C = torch.full_like(ids_C, K.MOST)
+        rows_C, before_C, left_C = self._kernels.place(self.arrays, self.rules, ids_C, heat_C, step, barrier)
         if failed := int((rows_C < 0).sum()):
             for tensor, old in zip(self.arrays, before, strict=True):
                 tensor.copy_(old)
