@@ -20,6 +20,7 @@ from benchmarks.runner.record import Recorder
 from benchmarks.runner.timing import fresh_chunk, interleave
 from thermocline import IdMap, RowConfig
 from thermocline.ids.elastic import KeyTable
+from thermocline.ids.gpu_keys import look_up
 from thermocline.ids.idmap import SaltedHash
 from thermocline.ids.keyed_map import new_keys
 from thermocline.kernels.elastic.fields import STEP, GpuBatch
@@ -55,15 +56,13 @@ def _race_keys(recorder: Recorder, device: str, rows: int, count: int, load: flo
     times = interleave({"ours": fresh_chunk(device, lambda ids: _step(keys, ids), draw)}, ROUNDS, {"ours": ITERATIONS})["ours"]
     speed = count / 1e3 / times.median
     peer = ("asked", goal, speed / goal) if device == "cuda" else (None, None, None)
-    recorder.add(f"{device}/find-or-insert/load {load}", speed, "M keys/s", *peer, times.spread)
+    recorder.add(f"{device}/find-or-insert/load {load}", speed, "M keys/s", *peer, spread=times.spread)
 
 
 def _race(recorder: Recorder, shape: Shape, device: str) -> None:
-    rows, kind = shape.tables * shape.rows, tc.EmbeddingBag if shape.pooled else tc.Embedding
-    more = {"mode": "sum"} if shape.pooled else {}
+    rows = shape.tables * shape.rows
     modules = {
-        name: kind(rows, shape.dim, rows=RowConfig("int8", cache=0.05), ids=ids, device=device, **more)
-        for name, ids in (("elastic", IdMap.elastic(rows)), ("hashed", IdMap.hashed(rows)))
+        name: _module(shape, ids, device) for name, ids in (("elastic", IdMap.elastic(rows)), ("hashed", IdMap.hashed(rows)))
     }
     stream = _Stream(shape, device)
     for ids in stream.all_known().split(FILL):
@@ -78,24 +77,25 @@ def _race(recorder: Recorder, shape: Shape, device: str) -> None:
 
     for what, work in (("step", train), ("lookup", look_up)):
         runs = {name: fresh_chunk(device, work(name), stream.draw) for name in modules}
-        ours, peer = _times(runs)
-        recorder.add(
-            f"{device}/{shape.name}/{what}",
-            ours.median,
-            "ms",
-            "hashed ids",
-            peer.median,
-            peer.median / ours.median,
-            ours.spread,
-        )
+        _add(recorder, f"{device}/{shape.name}/{what}", "hashed ids", runs)
     runs = {
         "flood": fresh_chunk(device, train("elastic"), stream.flood),
         "new": fresh_chunk(device, train("elastic"), stream.draw),
     }
-    ours, peer = _times(runs)
-    recorder.add(
-        f"{device}/{shape.name}/flood", ours.median, "ms", "other new ids", peer.median, peer.median / ours.median, ours.spread
-    )
+    _add(recorder, f"{device}/{shape.name}/flood", "other new ids", runs)
+
+
+def _module(shape: Shape, ids: IdMap, device: str) -> tc.EmbeddingBag | tc.Embedding:
+    rows, config = shape.tables * shape.rows, RowConfig("int8", cache=0.05)
+    if shape.pooled:
+        return tc.EmbeddingBag(rows, shape.dim, mode="sum", rows=config, ids=ids, device=device)
+    return tc.Embedding(rows, shape.dim, rows=config, ids=ids, device=device)
+
+
+def _add(recorder: Recorder, case: str, peer: str, runs: dict[str, Any]) -> None:
+    """Race the first of two contenders against the second."""
+    ours, other = interleave(runs, ROUNDS, dict.fromkeys(runs, ITERATIONS)).values()
+    recorder.add(case, ours.median, "ms", peer, other.median, other.median / ours.median, ours.spread)
 
 
 def _keys(rows: int, load: float, device: str) -> KeyTable:
@@ -114,7 +114,7 @@ def _step(keys: KeyTable, ids_N: Tensor) -> None:
         keys.step(ids_N, protect=False)
         return
     one = torch.zeros(2, dtype=torch.int32, device=ids_N.device)
-    keys.look_up(GpuBatch(ids_N, one, one[:1], torch.empty_like(ids_N)), STEP)
+    look_up(keys, GpuBatch(ids_N, one, one[:1], torch.empty_like(ids_N)), STEP)
 
 
 class _Stream:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.ids.elastic import ElasticRows, KeyTable, Moved
+from thermocline.ids.gpu_keys import known_moves
 from thermocline.kernels.elastic import cpu, gpu, reference
 from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, READ, GpuBatch, KeyArrays, KeyRules, TableRows
 from thermocline.kernels.ids.reference import hash_ids
@@ -189,7 +190,7 @@ def test_steps_on_a_gpu_give_the_bits_of_those_on_a_cpu(evict: str, after: int, 
         assert all(torch.equal(*map(torch.Tensor.cpu, pair)) for pair in zip(host.arrays, device.arrays, strict=True))
         assert host.counts.tolist() == device.counts.tolist()
         order_K = moved.rows_K.argsort()
-        found = Moved(*(on(ids_N[:0]) for _ in range(4))).plus(came)
+        found = known_moves(Moved(*(on(ids_N[:0]) for _ in range(4))), came)
         assert torch.equal(found.came_K.cpu(), moved.came_K[order_K])
         assert ttl is not None or sorted(found.went_E.tolist()) == sorted(moved.went_E.tolist())
     assert host.state()["evicted"] > 50

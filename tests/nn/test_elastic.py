@@ -253,7 +253,7 @@ def test_modules_train_with_the_kernels_of_a_gpu_as_on_a_cpu(monkeypatch: pytest
     for number, rows in enumerate(modules):
         if number:
             monkeypatch.setattr(KeyTable, "on_gpu", True)
-            monkeypatch.setattr(KeyTable, "_kernels", gpu)
+            monkeypatch.setattr(KeyTable, "kernels", gpu)
         if number != 1:
             rows.elastic("seen").on_evict(lambda ids, _, number=number: reported[number // 2].extend(ids.tolist()))
         for batch in _batches(5):

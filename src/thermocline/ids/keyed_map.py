@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .elastic import ElasticRows, KeyTable
+from .gpu_keys import rows_of
 from .idmap import IdMap, SaltedHash
 
 
@@ -31,7 +32,7 @@ class KeyedMap(IdMap):
     def find(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
         """(the row of each id, whether it is the id's own)."""
         assert self.keys is not None
-        rows_N = self.keys.rows_of(ids_N.to(self.keys.keys.device).contiguous())
+        rows_N = rows_of(self.keys, ids_N.to(self.keys.keys.device).contiguous())
         return (rows_N + self.first).to(ids_N.device), (rows_N < self.keys.rules.rows).to(ids_N.device)
 
 
