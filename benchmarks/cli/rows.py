@@ -81,6 +81,23 @@ def memory(device: Device = None, json: Json = None, quiet: Quiet = False, debug
     measure(json, quiet, lambda progress: bench.run(devices, progress))
 
 
+@app.command(epilog="Example:  python -m benchmarks elastic --device cpu --json elastic_cpu.json")
+def elastic(
+    device: Device = None,
+    quick: SmokeTest = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Time tables whose ids come and go against tables with hashed ids. Without --device, on the GPU if there is one."""
+    import torch
+
+    from benchmarks.tables import elastic as bench
+
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    measure(json, quiet, lambda progress: bench.run(place, quick, progress))
+
+
 @app.command(epilog="Example:  python -m benchmarks hits --data log.parquet --json hits.json")
 def hits(
     data: Annotated[

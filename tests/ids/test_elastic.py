@@ -156,9 +156,11 @@ def test_pinned_ids_stay_until_they_are_unpinned():
     assert table.find(torch.tensor([7, 8]))[1].numel() == 2
 
 
-def test_too_many_pinned_ids_change_nothing():
+@pytest.mark.parametrize("steps", [0, 1])
+def test_too_many_pinned_ids_change_nothing(steps: int):
     table = KeyTable(ElasticRows(65, 1, 1), 1)
-    table.step(torch.arange(5), protect=False)
+    for _ in range(steps):
+        table.step(torch.arange(5), protect=False)
     before = [tensor.clone() for tensor in table.tensors().values()]
     with pytest.raises(BadInput, check=has(parameter="ids", value=70)):
         table.pin(torch.arange(100, 170))

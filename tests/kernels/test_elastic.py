@@ -1,21 +1,27 @@
-"""Key tables on the CPU: the bits of the reference, whatever the rows, the batches and the threads."""
+"""Key tables on CPU and GPU: the bits of the reference, whatever the rows, the batches and the threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.ids.elastic import ElasticRows, KeyTable, Moved
+from thermocline.ids.gpu_keys import known_moves
 from thermocline.kernels.elastic import cpu, gpu, reference
-from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, KeyArrays, KeyRules, TableRows
+from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, READ, GpuBatch, KeyArrays, KeyRules, TableRows
 from thermocline.kernels.ids.reference import hash_ids
 
-pytestmark = pytest.mark.usefixtures("poisoned_scratch")
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_scratch"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # Triton's interpreter
+]
 
 
 def _empty(rules: KeyRules) -> KeyArrays:
@@ -155,6 +161,52 @@ def _table(training: Any, optimizer: int) -> TableRows:
     pool = next(iter(enumerate(training.layout.tables.pools)), None)
     meta_RW = training.meta[meta : meta + rows * words].view(rows, words)
     return TableRows(codes_RB, meta_RW, format, dim, row, training.cache, pool, states)
+
+
+def _batches() -> Iterator[Tensor]:
+    """Drifting ids, none, ids that were chosen to collide, and five times as many as there are rows."""
+    draw, many = torch.Generator().manual_seed(4), torch.arange(9000)
+    for step in range(4):
+        yield torch.randint(60 * step, 60 * step + 150, (200,), generator=draw)
+    yield many[:0]
+    yield many[reference.bucket_of(hash_ids(many, 12345), 128) == 1][:150]
+    yield many[:640] * 7919
+    yield torch.randint(180, 330, (200,), generator=draw)
+
+
+@pytest.mark.parametrize("evict, after, ttl", [("lfu", 1, None), ("lru", 2, None), ("lfu", 2, 5)])
+def test_steps_on_a_gpu_give_the_bits_of_those_on_a_cpu(evict: str, after: int, ttl: int | None, on: Any):
+    policy = ElasticRows(130, after, 2, evict, 3, ttl)
+    host, device = KeyTable(policy, 12345), KeyTable(policy, 12345)
+    for name, tensor in device.tensors().items():
+        setattr(device, name, on(tensor))
+    for number, ids_N in enumerate(_batches()):
+        protect = number in (2, 5)
+        wanted_N, moved = host.step(ids_N, protect)
+        rows_N, one = on(torch.full_like(ids_N, -9)), on(torch.ones(2, dtype=torch.int32))
+        batch = GpuBatch(on(ids_N), one, one[:1], rows_N, 7)
+        came = gpu.step(device.arrays, device.rules, device.counts, batch, after, ttl, 1, protect)
+        assert torch.equal(rows_N.cpu() - 7, wanted_N)
+        assert all(torch.equal(*map(torch.Tensor.cpu, pair)) for pair in zip(host.arrays, device.arrays, strict=True))
+        assert host.counts.tolist() == device.counts.tolist()
+        order_K = moved.rows_K.argsort()
+        found = known_moves(Moved(*(on(ids_N[:0]) for _ in range(4))), came)
+        assert torch.equal(found.came_K.cpu(), moved.came_K[order_K])
+        assert ttl is not None or sorted(found.went_E.tolist()) == sorted(moved.went_E.tolist())
+    assert host.state()["evicted"] > 50
+
+
+def test_a_gpu_finds_rows_of_the_features_that_are_asked_for(on: Any):
+    table = KeyTable(ElasticRows(130, 1, 2), 12345)
+    table.step(torch.arange(60), protect=False)
+    ids_N, offsets = torch.arange(40, 340), torch.tensor([0, 3, 150, 160, 170, 290, 300])
+    rows_N, counts = torch.full_like(ids_N, -9), on(table.counts)
+    batch = GpuBatch(*on((ids_N, offsets, torch.tensor([1, 0, 1], dtype=torch.int32), rows_N)), 5)
+    gpu.find_rows(on(table.arrays), table.rules, counts, batch, READ)
+    meant_N = torch.arange(300).ge(170) | torch.arange(300).lt(150)
+    assert torch.equal(batch.rows_N.cpu(), torch.where(meant_N, table.find(ids_N)[0] + 5, -9))
+    table.read(ids_N[meant_N], trains=False)
+    assert counts.tolist() == table.counts.tolist()
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu])

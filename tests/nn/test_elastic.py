@@ -14,6 +14,9 @@ from torch import Tensor
 import thermocline as tc
 from support import has
 from thermocline import BadInput, IdMap, RowConfig, Table
+from thermocline.ids.elastic import KeyTable
+from thermocline.kernels.elastic import gpu
+from thermocline.kernels.gpu.launch import INTERPRETED
 from thermocline.kernels.layout import Cache
 
 EXACT = RowConfig("fp32", optimizer=tc.SGD(lr=0.5))
@@ -235,6 +238,32 @@ def test_features_of_a_collection_share_ids_and_others_keep_theirs():
     assert torch.equal(rows(batch)["seen"], out["seen"].detach() - 2 * 0.5)
     with pytest.raises(BadInput, check=has(parameter="feature", available=["seen", "bought", "user"])):
         rows.elastic()
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # Triton's interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="tests/nn/test_gpu_elastic.py runs on the GPU")
+def test_modules_train_with_the_kernels_of_a_gpu_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    ids = IdMap.elastic(100, shared=1, half_life=3, ttl=2)
+    tables = [Table("item", 100, 4, features=("seen", "bought"), ids=ids), Table("hour", 24, 4)]
+    tables.append(Table("user", 65, 4, ids=IdMap.elastic(65, shared=1, salt=3, evict="lru", admit_after=2)))
+    modules = [tc.EmbeddingCollection(tables, rows=RowConfig("int8", cache=0.1)) for _ in range(3)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    modules[2].load_state_dict(modules[0].state_dict())
+    reported: list[list[int]] = [[], []]
+    for number, rows in enumerate(modules):
+        if number:
+            monkeypatch.setattr(KeyTable, "on_gpu", True)
+            monkeypatch.setattr(KeyTable, "kernels", gpu)
+        if number != 1:
+            rows.elastic("seen").on_evict(lambda ids, _, number=number: reported[number // 2].extend(ids.tolist()))
+        for batch in _batches(5):
+            batch = torch.cat([batch, batch[:, :1]], dim=1)
+            batch[:, 2] %= 24
+            rows(batch).values().square().sum().backward()
+        rows(batch)
+        rows.eval()(batch)
+    assert _same(modules[0], modules[1]) and _same(modules[0], modules[2])
+    assert sorted(reported[0]) == sorted(reported[1]) and modules[1].elastic("seen").state()["expired"] > 0
 
 
 def test_a_part_of_a_shared_table_may_be_elastic():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.distributed.sharded_collection import ShardedCollection
+from thermocline.ids.gpu_keys import on_cpu
 from thermocline.ids.keyed_map import new_keys
 from thermocline.kernels import dequantize_rows
 from thermocline.nn.id_maps import ElasticMaps
@@ -88,7 +89,7 @@ def _restore_ids(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule,
         then = keys if place.policy == keys.policy else new_keys(place.policy)
         read_keys(checkpoint, entry.name, place, then)
         if then is not keys:
-            remap[index] = keys.take_over(then)
+            remap[index] = on_cpu(keys, lambda host, then=then: host.take_over(then))  # type: ignore[misc]
             if dropped := int((remap[index][then.occupied()] < 0).sum()):
                 fewer = f"{then.policy.rows} rows, the model has {keys.policy.rows}: {dropped} ids, the coldest, were dropped"
                 warnings.warn(f"elastic table {saved[index].name!r} was saved with {fewer}", stacklevel=5)

@@ -8,7 +8,6 @@ changes only in training steps; everything about it is in tensors, so that state
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,17 +29,12 @@ from thermocline.kernels.elastic.fields import (
     EVAL_SHARED,
     EVICTED,
     EXPIRED,
-    FIND,
     LOOKUPS,
-    PROTECTED_STEP,
     REFUSED,
     SHARED,
-    STEP,
     STEPS,
     WAITING,
     WINDOW,
-    GpuBatch,
-    GpuMoves,
     KeyArrays,
     KeyRules,
     TableRows,
@@ -52,7 +46,6 @@ EVICTIONS = ("lfu", "lru")
 _MOVES = 256  # records of moved rows that are merged into one
 _SWEEPS = 8  # in a time to live: expired rows leave at the next
 _MOST_STEPS = 1 << 30
-_REBASE = 1 << 20  # steps on a GPU between two looks at their number
 _SHARED_KEY = 0x5EED_54A4ED  # of the first values of shared rows
 _COUNTS = (
     "admitted", "evicted", "expired", "refused", "dropped", "lookups", "shared_lookups", "eval_lookups", "shared_eval_lookups",
@@ -118,14 +111,6 @@ class Moved(NamedTuple):
     went_E: Tensor
     left_E: Tensor  # rows of the ids that went
 
-    def plus(self, moves: GpuMoves) -> Moved:
-        """These, and those of a step on a GPU. Waits for it."""
-        count = int(moves.numbers[0])
-        order_K = moves.rows_C[:count].argsort()
-        came_K, rows_K, before_K, left_K = (each[:count][order_K] for each in moves[:4])
-        gone_K = left_K != 0
-        return Moved(came_K, rows_K, torch.cat([self.went_E, before_K[gone_K]]), torch.cat([self.left_E, rows_K[gone_K]]))
-
 
 class MovedIds(NamedTuple):
     """Rows that got another id, or lost theirs."""
@@ -159,7 +144,7 @@ class KeyTable:
         self.rules = KeyRules(*rules, first=K.BUCKET * self.buckets.start)
         self.on_evict: Evicted | None = None
         self.moved: list[Tensor] | None = None  # rows whose id changed since they were published
-        self._steps = 0  # of this process, on a GPU
+        self.gpu_steps = 0  # of this process
         words, rows = K.BUCKET // 4, max(0, min(policy.own, K.BUCKET * self.buckets.stop) - self.rules.first)
         zeros = huge_page_zeros if torch.device(device).type == "cpu" else partial(torch.zeros, device=device)
         self.keys, self.last = zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.int32)
@@ -183,7 +168,7 @@ class KeyTable:
         return self.__dict__ | {"on_evict": None, "moved": None}  # they belong to the process
 
     @property
-    def _kernels(self) -> Any:
+    def kernels(self) -> Any:
         return implementation_for("elastic", self.keys)
 
     def state(self) -> dict[str, float]:
@@ -198,37 +183,13 @@ class KeyTable:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether steps are those of a GPU: `look_up` in place of `step` and `read`."""
+        """Whether lookups are those of `gpu_keys.py`, in place of `step` and `read`."""
         return self.keys.is_cuda
-
-    def look_up(self, batch: GpuBatch, kind: int) -> GpuMoves | None:
-        """Write the rows of ids into the batch; in steps the ids that came. Nothing waits for the GPU."""
-        if kind < STEP:
-            self._kernels.find_rows(self.arrays, self.rules, self.counts, batch, kind)
-            return None
-        self._steps += 1
-        if self._steps % _REBASE == 0:
-            self._rebase()
-        rule = (self.policy.admit_after, None if self.on_evict else self.policy.ttl, self._sweep)
-        moves: GpuMoves = self._kernels.step(self.arrays, self.rules, self.counts, batch, *rule, kind == PROTECTED_STEP)
-        return moves
-
-    def begin_moves(self, table: TableRows, moves: GpuMoves, first: int) -> None:
-        """Begin the rows of ids that came, without waiting for the GPU."""
-        self._kernels.begin_moves(table, moves, self.policy.bound, first)
 
     def find(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
         """(the row of each id, its own or a shared one; positions of ids that have none)."""
-        rows_N, missed_M = self._kernels.find(self.arrays, self.rules, ids_N)
+        rows_N, missed_M = self.kernels.find(self.arrays, self.rules, ids_N)
         return rows_N, missed_M
-
-    def rows_of(self, ids_N: Tensor) -> Tensor:
-        """The row of each id, its own or a shared one. Does not wait for a GPU."""
-        if not self.on_gpu:
-            return self.find(ids_N)[0]
-        one, rows_N = self.counts.new_zeros(2, dtype=torch.int32), torch.empty_like(ids_N)
-        self.look_up(GpuBatch(ids_N, one, one[:1], rows_N), FIND)
-        return rows_N
 
     def read(self, ids_N: Tensor, trains: bool) -> Tensor:
         """`find` outside of training steps; if gradients may follow, rows stay until no lookup waits for its backward."""
@@ -248,15 +209,15 @@ class KeyTable:
 
         With `protect`, rows that were used since the last step without it stay: gradients for them may still come.
         """
-        self._rebase()
+        self.rebase()
         counts = self.counts.numpy()
         counts[STEPS] += 1
         step = int(counts[STEPS])
         if not protect:
             counts[BARRIER] = step
-        expired_E = self._expire(step, int(counts[BARRIER]))
+        expired_E = self.expire(step, int(counts[BARRIER]))
         rows_N, missed_M = self.find(ids_N)
-        self._kernels.touch(self.arrays, self.rules, rows_N, step)
+        self.kernels.touch(self.arrays, self.rules, rows_N, step)
         moved = self._admit(ids_N[missed_M], expired_E) if missed_M.numel() + expired_E.numel() else _NONE
         self.note_moved(moved.rows_K, moved.left_E)
         shared = missed_M.numel()
@@ -271,7 +232,7 @@ class KeyTable:
 
     def _admit(self, ids_M: Tensor, expired_E: Tensor) -> Moved:
         """Count lookups of ids without a row, and give rows to those with enough."""
-        counts, (arrays, rules, kernels) = self.counts.numpy(), (self.arrays, self.rules, self._kernels)
+        counts, (arrays, rules, kernels) = self.counts.numpy(), (self.arrays, self.rules, self.kernels)
         ids_U, counts_U = ids_M.unique(return_counts=True)
         heat_U = kernels.count(arrays, rules, ids_U, counts_U)
         self._age_sketch(ids_M.numel())
@@ -292,29 +253,14 @@ class KeyTable:
         counts[WAITING] = ids_U.numel() - moved.came_K.numel()
         return moved
 
-    def _on_cpu(self) -> KeyTable:
-        host = copy.copy(self)
-        for name, tensor in self.tensors().items():
-            setattr(host, name, tensor.cpu())
-        return host
-
-    def _take(self, host: KeyTable) -> None:
-        for mine, other in zip(self.tensors().values(), host.tensors().values(), strict=True):
-            mine.copy_(other)
-
     def pin(self, ids: Tensor) -> Moved:
         """Give ids a row, if they have none, and keep it for good."""
-        if self.on_gpu:
-            host = self._on_cpu()
-            moved = host.pin(ids.cpu())
-            self._take(host)
-            return Moved(*(each.to(self.keys.device) for each in moved))
         counts, ids_U = self.counts.numpy(), ids.reshape(-1).long().unique()
         ids_C = ids_U[self.find(ids_U)[1]]
         before = [tensor.clone() for tensor in self.arrays]
-        rows_C, before_C, left_C = self._kernels.place(
-            self.arrays, self.rules, ids_C, torch.full_like(ids_C, K.MOST), int(counts[STEPS]), max(1, int(counts[BARRIER]))
-        )
+        step, barrier = (max(1, int(counts[field])) for field in (STEPS, BARRIER))  # at 0, ids would take each other's rows
+        heat_C = torch.full_like(ids_C, K.MOST)
+        rows_C, before_C, left_C = self.kernels.place(self.arrays, self.rules, ids_C, heat_C, step, barrier)
         if failed := int((rows_C < 0).sum()):
             for tensor, old in zip(self.arrays, before, strict=True):
                 tensor.copy_(old)
@@ -342,29 +288,21 @@ class KeyTable:
             cells.copy_((cells.int() >> min(halvings, 8)).byte())
 
     @property
-    def _sweep(self) -> int:
+    def sweep(self) -> int:
         """Steps after which expired rows are freed."""
         return max(1, (self.policy.ttl or 0) // _SWEEPS)
 
-    def _expire(self, step: int, barrier: int) -> Tensor:
+    def expire(self, step: int, barrier: int) -> Tensor:
         """Free the rows that were not used for more than `ttl` steps, eight times in `ttl`; returns them."""
         ttl = self.policy.ttl
-        if ttl is None or step % self._sweep:
+        if ttl is None or step % self.sweep:
             return _NONE.left_E
         tags = as_bytes(self.tags)[: self.keys.numel()]
         places_E = ((self.last != K.PINNED) & (self.last < min(step - ttl, barrier)) & (tags != 0)).nonzero()[:, 0]
         tags[places_E] = 0
         return places_E + self.rules.first
 
-    def expire_next(self, protect: bool) -> Moved:
-        """Free expired rows before a step on a GPU whose evicted ids are reported. Waits for the GPU."""
-        step, barrier = (int(self.counts[field]) for field in (STEPS, BARRIER))
-        left_E = self._expire(step + 1, barrier if protect else step + 1).to(self.keys.device)
-        for field in (EVICTED, EXPIRED):
-            self.counts[field] += left_E.numel()
-        return Moved(self.keys[:0], self.keys[:0], self.keys[left_E], left_E)
-
-    def _rebase(self) -> None:
+    def rebase(self) -> None:
         """Subtract whole half-lives from all steps before they pass 31 bits."""
         steps, half_life = int(self.counts[STEPS]), self.policy.half_life
         if steps < _MOST_STEPS:
@@ -412,11 +350,6 @@ class KeyTable:
 
         Where a bucket has fewer rows than ids, the coldest are dropped. Ids that wait for a row are counted anew.
         """
-        if self.on_gpu or saved.on_gpu:
-            host = self._on_cpu()
-            remap = host.take_over(saved._on_cpu())
-            self._take(host)
-            return remap
         own, rows_K = self.rules.rows, saved.occupied()
         ids_K, last_K = saved.keys[rows_K], saved.last[rows_K]
         hashes_K = hash_ids(ids_K, self.rules.key)
@@ -443,7 +376,7 @@ class KeyTable:
 
     def begin_rows(self, table: TableRows, ids_K: Tensor, rows_K: Tensor) -> None:
         """Begin rows of a table, which new ids have now: first values, no optimizer state, and outside of the cache."""
-        self._kernels.begin_rows(table, ids_K, rows_K, self.rules.key, self.policy.bound)
+        self.kernels.begin_rows(table, ids_K, rows_K, self.rules.key, self.policy.bound)
 
     def shared_values(self, dim: int) -> Tensor:
         """Values with which shared rows begin."""

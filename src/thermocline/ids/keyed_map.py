@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .elastic import ElasticRows, KeyTable, MovedIds
+from .gpu_keys import rows_of
 from .idmap import IdMap, SaltedHash
 
 
@@ -35,7 +36,7 @@ class KeyedMap(IdMap):
         """(the row of each id, whether it is the id's own)."""
         assert self.keys is not None
         here_N = ids_N.to(self.keys.keys.device).contiguous()
-        rows_N = self.keys.rows_of(here_N)
+        rows_N = rows_of(self.keys, here_N)
         own_N = rows_N < self.keys.rules.rows
         if self.moved is not None:
             rows_N, own_N = _after(self.moved, self.keys, here_N, rows_N, own_N)

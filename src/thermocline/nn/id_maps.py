@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thermocline.errors import BadInput, IdOutOfRange
+from thermocline.ids import gpu_keys
 from thermocline.ids.elastic import ElasticRows, Evicted, KeyTable, Moved, MovedIds, refuse_elastic
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap, RowRange, SaltedHash
@@ -236,15 +237,15 @@ class ElasticMaps(FeatureMaps):
         for n, keys in enumerate(self.keys):
             (table, first), protect = self.places[n], kind == K.PROTECTED_STEP
             reports = keys.on_evict is not None or keys.moved is not None
-            moved = keys.expire_next(protect) if kind >= K.STEP and reports else None
-            came = keys.look_up(K.GpuBatch(ids_N, offsets, self.masks[n], rows_N, first), kind)
+            moved = gpu_keys.expire_next(keys, protect) if kind >= K.STEP and reports else None
+            came = gpu_keys.look_up(keys, K.GpuBatch(ids_N, offsets, self.masks[n], rows_N, first), kind)
             if came is None:
                 continue
             assert module is not None
             if moved is None and not module.arena.tracks_writes:
-                keys.begin_moves(module.arena.table_rows(table, _states(module, table)), came, first)
+                gpu_keys.begin_moves(keys, module.arena.table_rows(table, _states(module, table)), came, first)
             else:
-                moved = (moved or Moved(*(ids_N[:0] for _ in range(4)))).plus(came)
+                moved = gpu_keys.known_moves(moved or Moved(*(ids_N[:0] for _ in range(4))), came)
                 keys.note_moved(moved.rows_K, moved.left_E)
                 self.replace_rows(module, n, moved)
         return rows_N
@@ -308,7 +309,7 @@ class ElasticIds:
     def rows_of(self, ids: Tensor) -> Tensor:
         """The table's row of each id, or -1 for ids that read shared rows."""
         check_integers(ids)
-        rows_N = self._keys.rows_of(ids.reshape(-1).long().to(self._keys.keys.device).contiguous())
+        rows_N = gpu_keys.rows_of(self._keys, ids.reshape(-1).long().to(self._keys.keys.device).contiguous())
         return torch.where(rows_N < self._keys.rules.rows, rows_N + self._first, -1).view(ids.shape).to(ids.device)
 
     def pin(self, ids: Tensor) -> None:
@@ -316,12 +317,13 @@ class ElasticIds:
         check_integers(ids)
         maps = self._module.maps
         assert isinstance(maps, ElasticMaps)
-        maps.replace_rows(self._module, self._n, self._keys.pin(ids))
+        moved, device = gpu_keys.on_cpu(self._keys, lambda keys: keys.pin(ids.cpu())), self._keys.keys.device
+        maps.replace_rows(self._module, self._n, Moved(*(each.to(device) for each in moved)))
 
     def unpin(self, ids: Tensor) -> None:
         """Let pinned ids go again when they are cold."""
         check_integers(ids)
-        self._keys.unpin(ids)
+        gpu_keys.on_cpu(self._keys, lambda keys: keys.unpin(ids.cpu()))
 
     def on_evict(self, call: Evicted | None) -> None:
         """Call `call(ids, rows)` with evicted ids and their rows (fp32) before other ids get the rows; copies have none."""

@@ -145,7 +145,7 @@ def _coldest(last, tags, heat, first, end, half_life, lru, edge, barrier):
     for row in range(first, end):
         used, held = get_u32(last, row), get_u8(tags, row) != 0
         score = 0 if lru else _score(used, get_u8(heat, row), half_life, edge)
-        key = (np.int64(held) << 46) | (((score << 32) | used) << 6) if held else np.int64(0)
+        key = (1 << 46) | (((score << 32) | used) << 6) if held else np.int64(0)
         key = _NO_ROW if held and used >= barrier else key  # or pinned
         best = min(best, key | (row - first))
     return np.int64(-1) if best >= _NO_ROW else first + (best & (BUCKET - 1)), (best >> 38) & MOST

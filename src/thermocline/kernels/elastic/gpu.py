@@ -234,9 +234,7 @@ def _list(rule, ids, rows, claims, places, starts, listed, counts, numbers, ids_
 
 
 @triton.jit
-def _finish(
-    rule, rows, claims, placed, sketch, counts, numbers, ids_count, first, words, PROGRAMS: tl.constexpr, TILE: tl.constexpr
-):
+def _finish(rule, rows, claims, placed, sketch, counts, numbers, ids_count, first, words, TILE: tl.constexpr):
     at_T, _, _, missed_T, claim_T = _tile(claims, rows, rule, first, ids_count, TILE)
     row_T = tl.load(placed + claim_T, mask=missed_T, other=0)
     tl.store(rows + at_T, row_T.to(tl.int64) - 1 + first, mask=missed_T & (row_T > 0))
@@ -244,7 +242,7 @@ def _finish(
     halvings = tl.load(numbers + HALVINGS)
     if halvings > 0:
         kept = (255 >> halvings) * 0x01010101
-        for begin in range(tl.program_id(0) * TILE, words, PROGRAMS * TILE):
+        for begin in range(tl.program_id(0) * TILE, words, tl.num_programs(0) * TILE):
             word_T = begin + tl.arange(0, TILE)
             cells_T = tl.load(sketch + word_T, mask=word_T < words, other=0).to(tl.uint32, bitcast=True)
             cells_T = (cells_T >> halvings.to(tl.uint32)) & kept.to(tl.uint32)
@@ -252,13 +250,13 @@ def _finish(
 
 
 @triton.jit
-def _expire(last, tags, rule, counts, rows, PROTECT: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr):
+def _expire(last, tags, rule, counts, rows, PROTECT: tl.constexpr, TILE: tl.constexpr):
     step = tl.load(counts + STEPS) + 1
     if step % tl.load(rule + SWEEP) == 0:
         end = step - tl.load(rule + TTL)
         if PROTECT:
             end = tl.minimum(end, tl.load(counts + BARRIER))
-        for begin in range(tl.program_id(0) * TILE, rows, PROGRAMS * TILE):
+        for begin in range(tl.program_id(0) * TILE, rows, tl.num_programs(0) * TILE):
             row_T = begin + tl.arange(0, TILE)
             last_T = tl.load(last + row_T, mask=row_T < rows, other=PINNED)
             old_T = (last_T != PINNED) & (last_T < end) & (tl.load(tags + row_T, mask=row_T < rows, other=0) != 0)
@@ -308,18 +306,20 @@ def step(
 
     device, count, first = counts.device, batch.ids_N.numel(), batch.first
     rule, buckets = _rule_on(device, rules, admit_after, ttl, sweep), ceil_div(rules.rows, K.BUCKET)
-    slots, most = power_of_two(2 * max(1, count)), min(count, rules.rows)
-    zeros = torch.zeros(3 * count + slots + buckets + _NUMBERS, dtype=torch.int32, device=device)
-    claims, times, placed, table, in_bucket, numbers = zeros.split([count, count, count, slots, buckets, _NUMBERS])
-    lists = torch.empty(4 * count + buckets + min(count, buckets), dtype=torch.int32, device=device)
-    seen, before, places, listed, starts, touched = lists.split([count] * 4 + [buckets, min(count, buckets)])
+    slots, most = power_of_two(max(4, 2 * count)), -(-min(count, rules.rows) // 2) * 2  # parts of 16 bytes
+    lookups, listed = ceil_div(count, 4) * 4, ceil_div(min(count, buckets), 4) * 4
+    sizes = [lookups, lookups, lookups, slots, ceil_div(buckets, 4) * 4, _NUMBERS]
+    claims, times, placed, table, in_bucket, numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    sizes = [lookups] * 4 + [sizes[4], listed]
+    seen, before, places, order, starts, touched = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     ids_C, rows_C, before_C = torch.empty(3, most, dtype=torch.int64, device=device)
-    came = GpuMoves(ids_C, rows_C, before_C, torch.empty(most, dtype=torch.int32, device=device), numbers, rule[KEY.value :])
+    left_C = torch.empty(most, dtype=torch.int32, device=device)
+    moves = GpuMoves(ids_C, rows_C, before_C, left_C, numbers, rule[KEY.value :])
     rows, tile = arrays.keys.numel(), (TILE,)
     if ttl is not None:
         programs = min(MOST_PROGRAMS, ceil_div(rows, TILE))
         tags = arrays.tags.view(torch.uint8)
-        launch(_expire, programs, (arrays.last, tags, rule, counts), (rows,), (protect, programs, TILE), exact=True)
+        launch(_expire, programs, (arrays.last, tags, rule, counts), (rows,), (protect, TILE), exact=True)
     kind = K.PROTECTED_STEP if protect else K.STEP
     _launch_find(arrays, rule, batch, (claims, seen, table, counts, numbers), slots - 1, kind)
     programs = max(1, ceil_div(count, TILE))
@@ -333,12 +333,12 @@ def step(
         (count, first), tile, exact=True,
     )  # fmt: skip
     launch(
-        _list, programs, (rule, batch.ids_N, *known, places, starts, listed, counts, numbers),
+        _list, programs, (rule, batch.ids_N, *known, places, starts, order, counts, numbers),
         (count, first, rules.width), tile, exact=True,
     )  # fmt: skip
-    place(arrays, rule, batch.ids_N, (listed, times, touched, in_bucket, starts, placed, counts), came)
+    place(arrays, rule, batch.ids_N, (order, times, touched, in_bucket, starts, placed, counts), moves)
     launch(
         _finish, programs, (rule, *known, placed, arrays.sketch, counts, numbers),
-        (count, first, arrays.sketch.numel()), (programs, TILE), exact=True,
+        (count, first, arrays.sketch.numel()), tile, exact=True,
     )  # fmt: skip
-    return came
+    return moves

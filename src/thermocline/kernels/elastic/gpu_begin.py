@@ -51,12 +51,12 @@ def _begin_rows(
     ids, rows, count, key, codes, meta, owners, scores, ledger, area, state0, state1, bound, first, fp32, int8, low,
     DIM: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, WORDS: tl.constexpr,
     CACHED: tl.constexpr, INT8_SLOTS: tl.constexpr, POOL: tl.constexpr, SIZE0: tl.constexpr, SIZE1: tl.constexpr,
-    PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     column, _, _, inside_D = columns(DIM, BLOCK, BLOCK_H)
     column, inside = over_columns(column), over_columns(inside_D)
     end = tl.load(count)
-    for begin in range(tl.program_id(0) * TILE, end, PROGRAMS * TILE):
+    for begin in range(tl.program_id(0) * TILE, end, tl.num_programs(0) * TILE):
         at_T = begin + tl.arange(0, TILE)
         mask_T = at_T < end
         row_T = tl.load(rows + at_T, mask=mask_T, other=0) + first
@@ -109,8 +109,8 @@ def begin_some(
         _begin_rows, programs,
         (ids_C, rows_C, count, key, codes_RB, meta_RW, owners, scores, ledger, area, *(*states, meta_RW, meta_RW)[:2]),
         (bits, first, *shifts, row),
-        (dim, format, block, block_h, F.META_WORDS[format], pool is not None, int8_slots, number, *(*sizes, 0, 0)[:2], programs,
-         tile), exact=True,
+        (dim, format, block, block_h, F.META_WORDS[format], pool is not None, int8_slots, number, *(*sizes, 0, 0)[:2], tile),
+        exact=True,
     )  # fmt: skip
 
 

@@ -149,10 +149,10 @@ def _rows(last, tags, heat, first, rule, counts):
 @triton.jit
 def _place(
     keys, last, tags, heat, sketch, rule, ids, listed, times, buckets, in_bucket, starts, placed, counts,
-    came_ids, came_rows, before, left, numbers, PROGRAMS: tl.constexpr,
+    came_ids, came_rows, before, left, numbers,
 ):  # fmt: skip
     key, after = tl.load(rule + KEY), tl.load(rule + ADMIT_AFTER).to(tl.int32)
-    for t in range(tl.program_id(0), tl.load(numbers + TOUCHED), PROGRAMS):
+    for t in range(tl.program_id(0), tl.load(numbers + TOUCHED), tl.num_programs(0)):
         bucket = tl.load(buckets + t).to(tl.int64)
         begin = tl.load(starts + bucket)
         end = begin + tl.load(in_bucket + bucket)
@@ -188,4 +188,4 @@ def place(arrays: KeyArrays, rule: Tensor, ids_N: Tensor, lists: tuple[Tensor, .
     keys, last, *rest = arrays
     programs = max(1, min(MOST_PROGRAMS, lists[2].numel()))
     state = (keys, last, *(each.view(torch.uint8) for each in rest), rule, ids_N)
-    launch(_place, programs, (*state, *lists, *moves[:5]), (), (programs,), exact=True)
+    launch(_place, programs, (*state, *lists, *moves[:5]), (), (), exact=True)

@@ -1,0 +1,86 @@
+"""Key tables on a GPU: lookups that do not wait for it, and changes that are made on a copy on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from thermocline.kernels.elastic.fields import (
+    BARRIER,
+    EVICTED,
+    EXPIRED,
+    FIND,
+    PROTECTED_STEP,
+    STEP,
+    STEPS,
+    GpuBatch,
+    GpuMoves,
+    TableRows,
+)
+
+from .elastic import KeyTable, Moved
+
+_REBASE = 1 << 20  # steps between two looks at their number
+T = TypeVar("T")
+
+
+def look_up(keys: KeyTable, batch: GpuBatch, kind: int) -> GpuMoves | None:
+    """Write the rows of ids into the batch; in steps, the ids that came. Evicted ids that are reported expire before."""
+    if kind < STEP:
+        keys.kernels.find_rows(keys.arrays, keys.rules, keys.counts, batch, kind)
+        return None
+    keys.gpu_steps += 1
+    if keys.gpu_steps % _REBASE == 0:
+        keys.rebase()
+    rule = (keys.policy.admit_after, None if keys.on_evict else keys.policy.ttl, keys.sweep)
+    moves: GpuMoves = keys.kernels.step(keys.arrays, keys.rules, keys.counts, batch, *rule, kind == PROTECTED_STEP)
+    return moves
+
+
+def rows_of(keys: KeyTable, ids_N: Tensor) -> Tensor:
+    """The row of each id, its own or a shared one, on any device."""
+    if not keys.on_gpu:
+        return keys.find(ids_N)[0]
+    one, rows_N = torch.zeros(2, dtype=torch.int32, device=ids_N.device), torch.empty_like(ids_N)
+    look_up(keys, GpuBatch(ids_N, one, one[:1], rows_N), FIND)
+    return rows_N
+
+
+def begin_moves(keys: KeyTable, table: TableRows, moves: GpuMoves, first: int) -> None:
+    """Begin the rows of ids that came; `first` is added to them."""
+    keys.kernels.begin_moves(table, moves, keys.policy.bound, first)
+
+
+def expire_next(keys: KeyTable, protect: bool) -> Moved:
+    """Free expired rows before a step whose evicted ids are reported. Waits for the GPU."""
+    step, barrier = (int(keys.counts[field]) for field in (STEPS, BARRIER))
+    left_E = keys.expire(step + 1, barrier if protect else step + 1).to(keys.keys.device)
+    for field in (EVICTED, EXPIRED):
+        keys.counts[field] += left_E.numel()
+    return Moved(keys.keys[:0], keys.keys[:0], keys.keys[left_E], left_E)
+
+
+def known_moves(expired: Moved, moves: GpuMoves) -> Moved:
+    """The ids that came and went in a step. Waits for the GPU."""
+    count = int(moves.numbers[0])
+    order_K = moves.rows_C[:count].argsort()
+    came_K, rows_K, before_K, left_K = (each[:count][order_K] for each in moves[:4])
+    gone_K = left_K != 0
+    return Moved(came_K, rows_K, torch.cat([expired.went_E, before_K[gone_K]]), torch.cat([expired.left_E, rows_K[gone_K]]))
+
+
+def on_cpu(keys: KeyTable, change: Callable[[KeyTable], T]) -> T:
+    """Change a key table: in place on a CPU, of a GPU on a copy."""
+    if not keys.on_gpu:
+        return change(keys)
+    host = copy.copy(keys)
+    for name, tensor in keys.tensors().items():
+        setattr(host, name, tensor.cpu())
+    result = change(host)
+    for name, tensor in keys.tensors().items():
+        tensor.copy_(getattr(host, name))
+    return result
