@@ -36,6 +36,11 @@ def test_ids_rows_and_evictions_equal_those_of_one_process(on_ranks, ranks, mode
     compare(on_ranks, elastic_plan(1, ranks)[0], ranks, {"mode": mode, "update": update})
 
 
+@pytest.mark.parametrize("mode, update", [("sum", "step"), ("none", "backward")])
+def test_times_chances_and_ids_that_read_zeros_change_no_bit(on_ranks, mode, update):
+    compare(on_ranks, elastic_plan(1, 3)[0], 3, {"mode": mode, "update": update, "timed": True})
+
+
 @pytest.mark.parametrize("update", ["backward", "step"])
 def test_plain_modules_with_padding_and_two_lookups_a_step(on_ranks, update):
     compare(on_ranks, elastic_plan(1, 2, plain=True)[0], 2, {"update": update, "plain": True})

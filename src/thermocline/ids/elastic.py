@@ -8,6 +8,7 @@ changes only in training steps; everything about it is in tensors, so that state
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -21,12 +22,14 @@ from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.elastic import fields as K
 from thermocline.kernels.elastic.fields import KeyArrays, KeyRules
 from thermocline.kernels.elastic.reference import as_bytes, bucket_of, placing_order, score
-from thermocline.kernels.ids.reference import hash_ids, signed
+from thermocline.kernels.ids.reference import hash_ids, right, signed
 
 EVICTIONS = ("lfu", "lru")
 _SWEEPS = 8  # in a time to live: expired rows leave at the next
+_MARKS = 2 * _SWEEPS  # times of the log in `max_age`
 _MOST_STEPS = 1 << 30
 _SHARED_KEY = 0x5EED_54A4ED  # of the first values of shared rows
+_CHANCE_KEY = 0x5EED_C4A9CE
 _COUNTS = (
     "admitted", "evicted", "expired", "refused", "dropped", "lookups", "shared_lookups", "eval_lookups", "shared_eval_lookups",
     "waiting", "steps",
@@ -49,11 +52,13 @@ class ElasticRows:
     ttl: int | None = None
     salt: int = 0
     init: float | None = None
+    admit_chance: float = 1.0
+    max_age: float | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in (("shared", 1, 1 << 20), ("admit_after", 1, K.MOST), ("half_life", 1, _MOST_STEPS)):
+        for name, low, high in (("shared", 0, 1 << 20), ("admit_after", 1, K.MOST), ("half_life", 1, _MOST_STEPS)):
             _check_int(name, getattr(self, name), low, high)
-        _check_int("rows", self.rows, self.shared + 1, 1 << 31, f": {self.shared} shared rows, and one for each id")
+        _check_int("rows", self.rows, self.others + 1, 1 << 31, f": {self.others} shared rows, and one for each id")
         if self.ttl is not None:
             _check_int("ttl", self.ttl, 1, _MOST_STEPS, ", training steps")
         if self.evict not in EVICTIONS:
@@ -62,6 +67,9 @@ class ElasticRows:
             raise BadInput(f"salt is {self.salt!r}; use an int", parameter="salt", value=self.salt)
         if self.init is not None and not (isinstance(self.init, Real) and 0 <= float(self.init) < float("inf")):
             raise BadInput(f"init is {self.init!r}; use the bound of uniform first values", parameter="init", value=self.init)
+        _check_number("admit_chance", self.admit_chance, 1.0, "the chance of a lookup to give its id a row, above 0 to 1")
+        if self.max_age is not None:
+            _check_number("max_age", self.max_age, math.inf, "a time, in the unit of elastic().advance(now)")
         for name in ("rows", "admit_after", "shared", "half_life"):
             object.__setattr__(self, name, int(getattr(self, name)))
         object.__setattr__(self, "salt", int(self.salt) & ((1 << 64) - 1))
@@ -71,7 +79,12 @@ class ElasticRows:
     @property
     def own(self) -> int:
         """Rows that ids have to themselves."""
-        return self.rows - self.shared
+        return self.rows - self.others
+
+    @property
+    def others(self) -> int:
+        """Rows that all other ids read: shared ones, or one of zeros."""
+        return max(1, self.shared)
 
     @property
     def bound(self) -> float:
@@ -82,6 +95,11 @@ class ElasticRows:
 def _check_int(name: str, value: object, low: int, high: int, why: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise BadInput(f"{name} is {value!r}; use an int from {low} to {high}{why}", parameter=name, value=value, needed=low)
+
+
+def _check_number(name: str, value: object, most: float, use: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= most or math.isinf(float(value)):
+        raise BadInput(f"{name} is {value!r}; use {use}", parameter=name, value=value)
 
 
 Evicted = Callable[[Tensor, Tensor], None]  # gets ids and the values of their rows
@@ -109,7 +127,7 @@ class KeyTable:
         self, policy: ElasticRows, key: int, device: torch.device | str = "cpu", buckets: range | None = None
     ) -> None:  # fmt: skip
         self.policy, self.buckets = policy, range(-(-policy.own // K.BUCKET)) if buckets is None else buckets
-        rules = (policy.own, policy.shared, signed(key), policy.half_life, policy.evict == "lru")
+        rules = (policy.own, policy.others, signed(key), policy.half_life, policy.evict == "lru")
         self.rules = KeyRules(*rules, first=K.BUCKET * self.buckets.start)
         self.on_evict: Evicted | None = None
         words, rows = K.BUCKET // 4, max(0, min(policy.own, K.BUCKET * self.buckets.stop) - self.rules.first)
@@ -118,6 +136,8 @@ class KeyTable:
         self.tags, self.heat = (torch.zeros(words * len(self.buckets), dtype=torch.int32, device=device) for _ in range(2))
         self.sketch = torch.zeros(K.DEPTH * K.CELLS // 4 * len(self.buckets), dtype=torch.int32, device=device)
         self.counts = torch.zeros(WINDOW + 1, dtype=torch.int64, device=device)
+        unset = [[-math.inf], [0.0]]  # (time, step) of marks, the newest first
+        self.clock = None if policy.max_age is None else torch.tensor(unset, dtype=torch.float64).repeat(1, _MARKS + 2)
 
     @property
     def arrays(self) -> KeyArrays:
@@ -125,7 +145,8 @@ class KeyTable:
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state by name."""
-        return {**self.arrays._asdict(), "counts": self.counts}
+        clock = {} if self.clock is None else {"clock": self.clock}
+        return {**self.arrays._asdict(), "counts": self.counts, **clock}
 
     @property
     def bytes(self) -> int:
@@ -167,6 +188,9 @@ class KeyTable:
 
         With `protect`, rows that were used since the last step without it stay: gradients for them may still come.
         """
+        if self.clock is not None and self.clock[0, 0] == -math.inf:
+            message = "max_age needs the time of the log; call elastic().advance(now) before the first training step"
+            raise BadInput(message, parameter="max_age", value=self.policy.max_age)
         self._rebase()
         counts = self.counts.numpy()
         counts[STEPS] += 1
@@ -193,7 +217,7 @@ class KeyTable:
         ids_U, counts_U = ids_M.unique(return_counts=True)
         heat_U = kernels.count(arrays, rules, ids_U, counts_U)
         self._age_sketch(ids_M.numel())
-        ready_U = heat_U >= self.policy.admit_after
+        ready_U = (heat_U >= self.policy.admit_after) & self._drawn(ids_U, counts_U)
         ids_C = ids_U[ready_U]
         went_E = self.keys[expired_E - rules.first]
         rows_C, before_C, left_C = kernels.place(
@@ -209,6 +233,38 @@ class KeyTable:
         counts[REFUSED] += ids_C.numel() - moved.came_K.numel()
         counts[WAITING] = ids_U.numel() - moved.came_K.numel()
         return moved
+
+    def _drawn(self, ids_U: Tensor, counts_U: Tensor) -> Tensor:
+        """Which ids the chance of their lookups in this step admits: a function of id, step and salt."""
+        if self.policy.admit_chance == 1.0:
+            return torch.ones_like(ids_U, dtype=torch.bool)
+        missed = [(1.0 - self.policy.admit_chance) ** n for n in range(K.MOST + 1)]  # no id admitted by n lookups
+        least_N = torch.tensor([int(each * (1 << 32)) for each in missed], device=ids_U.device)
+        draws_U = right(hash_ids(hash_ids(ids_U, self.rules.key), signed(int(self.counts[STEPS]) ^ _CHANCE_KEY)), 32)
+        return draws_U >= least_N[counts_U.clamp(max=K.MOST)]
+
+    def advance(self, now: float) -> Moved:
+        """Set the time of the log, and free the rows whose ids were not looked up for `max_age` of it.
+
+        A mark is a time and the step that it had, 16 in `max_age`; so rows need no times of their own.
+        """
+        clock = self.clock
+        if clock is None:
+            message = "this table has no time to live in the log's own time; make it with IdMap.elastic(..., max_age=...)"
+            raise BadInput(message, parameter="max_age")
+        if not math.isfinite(now):
+            raise BadInput(f"now is {now!r}; use the time of the log, as in elastic().advance(1700000000.0)", parameter="now")
+        age = self.policy.max_age
+        assert age is not None
+        if now < float(clock[0, 0]) + age / _MARKS:
+            return _NONE
+        clock.copy_(clock.roll(1, dims=1))
+        clock[:, 0] = torch.tensor([float(now), float(self.counts[STEPS])])
+        steps = clock[1, clock[0] <= now - age]
+        went_E, places_E = self._free(int(steps.max()) + 1) if steps.numel() else (_NONE.went_E, _NONE.left_E)
+        self.counts[EXPIRED] += places_E.numel()
+        self.counts[EVICTED] += places_E.numel()
+        return _NONE._replace(went_E=went_E, left_E=places_E)
 
     def pin(self, ids: Tensor) -> Moved:
         """Give ids a row, if they have none, and keep it for good."""
@@ -248,14 +304,18 @@ class KeyTable:
         ttl = self.policy.ttl
         if ttl is None or step % max(1, ttl // _SWEEPS):
             return _NONE.left_E
+        return self._free(step - ttl)[1]
+
+    def _free(self, step: int) -> tuple[Tensor, Tensor]:
+        """Free the rows that were last used before a step and are not in use: (their ids, the rows)."""
         old = (
             (self.last != K.PINNED)
-            & (self.last < min(step - ttl, int(self.counts[BARRIER])))
+            & (self.last < min(step, int(self.counts[BARRIER])))
             & (as_bytes(self.tags)[: self.keys.numel()] != 0)
         )
         places_E = old.nonzero()[:, 0]
         as_bytes(self.tags)[places_E] = 0
-        return places_E + self.rules.first
+        return self.keys[places_E], places_E + self.rules.first
 
     def _rebase(self) -> None:
         """Subtract whole half-lives from all steps before they pass 31 bits."""
@@ -266,6 +326,8 @@ class KeyTable:
         self.last.copy_(torch.where(self.last == K.PINNED, self.last, (self.last - base).clamp(min=0)))
         for field in (STEPS, BARRIER):
             counts[field] = max(0, int(counts[field]) - base)
+        if self.clock is not None:
+            self.clock[1] -= base
 
     def take_over(self, saved: KeyTable) -> Tensor:
         """Become a saved table of another size: the new row of each of its rows, shared ones included, or -1 if dropped.
@@ -285,7 +347,7 @@ class KeyTable:
         kept_K, place_K = order_K[fits_K], place_K[fits_K]
         remap = torch.full((saved.policy.rows,), -1)
         remap[rows_K[kept_K]] = place_K
-        remap[saved.rules.rows :] = own + torch.arange(saved.policy.shared)
+        remap[saved.rules.rows :] = own + torch.arange(saved.policy.others)
         for tensor in self.arrays:
             tensor.zero_()
         self.keys[place_K], self.last[place_K] = ids_K[kept_K], last_K[kept_K]
@@ -294,6 +356,8 @@ class KeyTable:
         self.counts.copy_(saved.counts)
         self.counts[DROPPED] += rows_K.numel() - kept_K.numel()
         self.counts[WINDOW] = 0
+        if self.clock is not None and saved.clock is not None:
+            self.clock.copy_(saved.clock)
         return remap
 
     def first_values(self, ids_K: Tensor, dim: int) -> Tensor:
@@ -302,7 +366,8 @@ class KeyTable:
 
     def shared_values(self, dim: int) -> Tensor:
         """Values with which shared rows begin."""
-        return self._values(torch.arange(self.policy.shared), self.rules.key ^ _SHARED_KEY, dim)
+        values_SD = self._values(torch.arange(self.policy.others), self.rules.key ^ _SHARED_KEY, dim)
+        return values_SD if self.policy.shared else values_SD.zero_()
 
     def _values(self, ids_K: Tensor, key: int, dim: int) -> Tensor:
         values_KD: Tensor = self._kernels.first_values(ids_K, key, dim, self.policy.bound)

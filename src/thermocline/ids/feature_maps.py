@@ -74,7 +74,7 @@ def _fields(each: IdMap | None, place: tuple[int, int]) -> list[int]:
     elif isinstance(each.start, ElasticRows):
         field[M.START], field[M.START_ROWS], field[M.START_KEY] = (
             M.HASHED,
-            each.start.shared,
+            each.start.others,
             signed(SaltedHash(1, each.start.salt).key),
         )
     if each.kept is not None and each.others is not None:

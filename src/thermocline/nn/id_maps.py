@@ -8,7 +8,7 @@ belong to other ids.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,9 @@ from .inputs import check_integers
 
 if TYPE_CHECKING:
     from .rows_module import RowsModule
+
+
+Factors = tuple[Tensor | None, Tensor | None]
 
 
 def check_map(map: IdMap, rows: int, table: str, feature: str) -> None:
@@ -82,6 +85,10 @@ class FeatureMaps(IdMaps):
     def admit(self, module: RowsModule, ids_N: Tensor, offsets: Tensor) -> Tensor:
         """Rows of the ids of all features. In train(), new ids get rows and cold ones lose theirs, once in each forward."""
         return self(ids_N, offsets)
+
+    def factors(self, rows_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: str) -> Factors:
+        """Weights of the lookups of a batch that trains, and factors of unpooled rows: 0 for ids that read zeros."""
+        return weights_N, None
 
     def name(self, error: IdOutOfRange, tables: Sequence[str]) -> IdOutOfRange:
         """The error with its feature and table named, if one of these maps raised it."""
@@ -144,7 +151,7 @@ class ElasticMaps(FeatureMaps):
         if module.arena.device.type == "meta":
             return
         for (table, first), keys in zip(self.places, self.keys, strict=True):
-            spec, shared_S = module.arena.tables[table], first + keys.rules.rows + torch.arange(keys.policy.shared)
+            spec, shared_S = module.arena.tables[table], first + keys.rules.rows + torch.arange(keys.policy.others)
             module.arena.write(table, shared_S, keys.shared_values(spec.dim))
 
     def wait_for_backward(self) -> None:
@@ -163,6 +170,27 @@ class ElasticMaps(FeatureMaps):
             for f, part_N in zip(users, own_N.split([ends[f + 1] - ends[f] for f in users]), strict=True):
                 rows_N[ends[f] : ends[f + 1]] = part_N
         return rows_N
+
+    def factors(self, rows_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: str) -> Factors:
+        zeros = {
+            f: place[1] + keys.rules.rows for place, users, keys in self._tables() if not keys.policy.shared for f in users
+        }
+        if not zeros:
+            return weights_N, None
+        if mode not in ("sum", "none"):
+            message = f"ids that read zeros (shared=0) need mode='sum' or 'none', not {mode!r}; use shared=1 or more"
+            raise BadInput(message, parameter="shared", value=0, mode=mode)
+        batch = (offsets.numel() - 1) // len(self.maps)
+        ends = offsets[::batch].tolist() if batch else [0] * (len(self.maps) + 1)
+        known_N = torch.ones(rows_N.numel(), dtype=torch.float32, device=rows_N.device)
+        for f, row in zeros.items():
+            known_N[ends[f] : ends[f + 1]] = (rows_N[ends[f] : ends[f + 1]] != row).float()
+        if mode == "none":
+            return None, known_N[:, None]
+        return known_N if weights_N is None else weights_N * known_N, None
+
+    def _tables(self) -> Iterator[tuple[tuple[int, int], list[int], KeyTable]]:
+        return zip(self.places, self.users, self.keys, strict=True)
 
     def _look_up(self, module: RowsModule, n: int, ids_N: Tensor) -> Tensor:
         """Rows of ids of one key table, which changes in train()."""
@@ -224,6 +252,24 @@ class ElasticIds:
         check_integers(ids)
         rows_N, missed_M = self._keys.find(ids.reshape(-1).long().contiguous())
         return (rows_N + self._first).index_fill(0, missed_M, -1).view(ids.shape)
+
+    @property
+    def rule(self) -> ElasticRows:
+        """The arguments of `IdMap.elastic`."""
+        return self._keys.policy
+
+    def advance(self, now: float) -> None:
+        """Set the time of the log, for `max_age`. Call it before a training step, as often as the time changes.
+
+        Args:
+            now: the time of the next batch, in the unit of `max_age`. Earlier times than before change nothing.
+
+        Raises:
+            BadInput: the table has no `max_age`, or `now` is not finite.
+        """
+        maps = self._module.maps
+        assert isinstance(maps, ElasticMaps)
+        maps.replace_rows(self._module, self._n, self._keys.advance(now))
 
     def pin(self, ids: Tensor) -> None:
         """Give ids rows of their own, which they keep; raises `BadInput` if their buckets have no room."""

@@ -126,6 +126,9 @@ class RowsModule(nn.Module):
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
         try:
             rows = ids if maps is None else maps.admit(self, ids, offsets) if elastic else maps(ids, offsets)
+            factors = None
+            if elastic and trains and maps is not None:
+                weights, factors = maps.factors(rows, offsets, weights, mode)
             call = LookupCall(rows, offsets, weights, F.MODES.index(mode), kernel_dtype)
             if not trains:
                 out = ops.lookup(arena.arrays, call, padding=padding)
@@ -142,6 +145,8 @@ class RowsModule(nn.Module):
             if maps is None:
                 raise
             raise maps.name(error, [arena.tables[table].name for table in arena.features]) from None
+        if factors is not None:
+            out = out * factors.to(out.dtype)
         return out.double() if dtype == torch.float64 else out
 
     def prefetched(
