@@ -54,7 +54,7 @@ class IdMaps:
         if self.keyed:
             ends = offsets[:: (offsets.numel() - 1) // len(self.fields_FM) or 1].tolist()
             for f, each in self.keyed.items() if len(ends) > 1 else ():
-                rows_N[ends[f] : ends[f + 1]] = each.find(ids_N[ends[f] : ends[f + 1]].long())[0]
+                rows_N[ends[f] : ends[f + 1]] = each.look_up(ids_N[ends[f] : ends[f + 1]].long())
         return rows_N
 
 

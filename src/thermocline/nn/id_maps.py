@@ -136,12 +136,8 @@ class ElasticMaps(FeatureMaps):
 
     def totals(self) -> dict[str, int]:
         states = [keys.state() for keys in self.keys]
-        names = {
-            "ids_admitted": "admitted",
-            "ids_evicted": "evicted",
-            "id_lookups": "lookups",
-            "shared_lookups": "shared_lookups",
-        }
+        names = {"id_lookups": "lookups", "shared_lookups": "shared_lookups"}
+        names |= {f"ids_{field}": field for field in ("used", "admitted", "evicted", "expired", "refused", "waiting")}
         return {name: sum(int(state[field]) for state in states) for name, field in names.items()}
 
     def holds(self, table: int, first: int) -> bool:

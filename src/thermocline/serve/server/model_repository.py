@@ -149,7 +149,8 @@ class ModelRepository:
             shards = () if each.owner else tuple(each.model.shards())  # companions share the shards of their owner
             publishes = getattr(each.model, "publishes", None)
             staleness = None if publishes is None else publishes.staleness()
-            yield ModelSnapshot(each.model.name, each.version, each.batcher.queued, shards, staleness)
+            counts = getattr(getattr(each.model, "current", None), "id_counts", {})
+            yield ModelSnapshot(each.model.name, each.version, each.batcher.queued, shards, staleness, counts)
 
     @property
     def ready(self) -> bool:
