@@ -136,8 +136,8 @@ class KeyTable:
         self.tags, self.heat = (torch.zeros(words * len(self.buckets), dtype=torch.int32, device=device) for _ in range(2))
         self.sketch = torch.zeros(K.DEPTH * K.CELLS // 4 * len(self.buckets), dtype=torch.int32, device=device)
         self.counts = torch.zeros(WINDOW + 1, dtype=torch.int64, device=device)
-        unset = [[-math.inf], [0.0]]  # (time, step) of marks, the newest first
-        self.clock = None if policy.max_age is None else torch.tensor(unset, dtype=torch.float64).repeat(1, _MARKS + 2)
+        unset = [-math.inf] * (_MARKS + 2) + [0.0] * (_MARKS + 2)  # times of marks, the newest first, and their steps
+        self.clock = None if policy.max_age is None else torch.tensor(unset, dtype=torch.float64)
 
     @property
     def arrays(self) -> KeyArrays:
@@ -188,7 +188,7 @@ class KeyTable:
 
         With `protect`, rows that were used since the last step without it stay: gradients for them may still come.
         """
-        if self.clock is not None and self.clock[0, 0] == -math.inf:
+        if self.clock is not None and self.clock[0] == -math.inf:
             message = "max_age needs the time of the log; call elastic().advance(now) before the first training step"
             raise BadInput(message, parameter="max_age", value=self.policy.max_age)
         self._rebase()
@@ -254,7 +254,7 @@ class KeyTable:
             raise BadInput(message, parameter="max_age")
         if not math.isfinite(now):
             raise BadInput(f"now is {now!r}; use the time of the log, as in elastic().advance(1700000000.0)", parameter="now")
-        age = self.policy.max_age
+        age, clock = self.policy.max_age, clock.view(2, -1)
         assert age is not None
         if now < float(clock[0, 0]) + age / _MARKS:
             return _NONE
@@ -327,7 +327,7 @@ class KeyTable:
         for field in (STEPS, BARRIER):
             counts[field] = max(0, int(counts[field]) - base)
         if self.clock is not None:
-            self.clock[1] -= base
+            self.clock.view(2, -1)[1] -= base
 
     def take_over(self, saved: KeyTable) -> Tensor:
         """Become a saved table of another size: the new row of each of its rows, shared ones included, or -1 if dropped.

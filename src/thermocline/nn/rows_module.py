@@ -50,7 +50,7 @@ from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
 from .optimizer import FusedOptimizer, Trained, deferred_lookup
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
-from .saved_rows import load_state, unpack
+from .saved_rows import load_state, unpack, without_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -339,7 +339,7 @@ class RowsModule(nn.Module):
         return arena_text(self.arena)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name, tensor in vars(self._state).items():
+        for name, tensor in ({} if without_rows.get() else vars(self._state)).items():
             destination[prefix + name] = tensor
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .rows_module import RowsModule
 
 ROW_STATE = "row_state"
+without_rows: ContextVar[bool] = ContextVar("without_rows", default=False)  # whether a `state_dict` leaves out rows modules
 
 
 def pack(arrays: Mapping[str, Tensor]) -> Tensor:
