@@ -153,10 +153,10 @@ def save(rank: int, size: int, plan: tc.Plan | None, folder: str, settings: dict
     return all_of(model)
 
 
-def load(rank: int, size: int, plan: tc.Plan | None, folder: str, settings: dict[str, Any]) -> Any:
+def load(rank: int, size: int, plan: tc.Plan | None, heat: Any, folder: str, settings: dict[str, Any]) -> Any:
     """Load and train on: everything before and after."""
     model = ElasticModel(**settings)
-    sharding = None if plan is None else tc.shard_(model, plan, reduce="sum")
+    sharding = None if plan is None else tc.shard_(model, plan, heat, reduce="sum")
     tc.load_into(model, folder)
     then = all_of(model)
     run_steps(model, sharding, rank, size, 12, 18)
