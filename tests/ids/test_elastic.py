@@ -180,6 +180,11 @@ def test_a_chance_admits_its_share_of_new_ids(times: int, share: float):
     assert abs(table.state()["admitted"] / 4000 - (1 - (1 - share) * 0.75**3)) < 0.03  # each step draws anew
 
 
+def test_chances_are_refused_where_kernels_would_ignore_them():
+    with pytest.raises(BadInput, check=has(parameter="admit_chance")):
+        KeyTable(ElasticRows(1000, admit_chance=0.5), 1, "cuda")
+
+
 def test_pinned_ids_stay_until_they_are_unpinned():
     table = KeyTable(ElasticRows(65, 1, 1, evict="lru"), 1)
     table.pin(torch.tensor([7, 8]))

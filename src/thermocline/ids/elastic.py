@@ -130,6 +130,9 @@ class KeyTable:
         rules = (policy.own, policy.others, signed(key), policy.half_life, policy.evict == "lru")
         self.rules = KeyRules(*rules, first=K.BUCKET * self.buckets.start)
         self.on_evict: Evicted | None = None
+        if policy.admit_chance < 1.0 and torch.device(device).type == "cuda":
+            message = f"admit_chance is {policy.admit_chance}, which GPUs do not have yet; use admit_after"
+            raise BadInput(message, parameter="admit_chance", value=policy.admit_chance)
         words, rows = K.BUCKET // 4, max(0, min(policy.own, K.BUCKET * self.buckets.stop) - self.rules.first)
         self.keys = torch.zeros(rows, dtype=torch.int64, device=device)
         self.last = torch.zeros(rows, dtype=torch.int32, device=device)

@@ -176,11 +176,14 @@ class ElasticMaps(FeatureMaps):
         if mode not in ("sum", "none"):
             message = f"ids that read zeros (shared=0) need mode='sum' or 'none', not {mode!r}; use shared=1 or more"
             raise BadInput(message, parameter="shared", value=0, mode=mode)
-        batch = (offsets.numel() - 1) // len(self.maps)
-        ends = offsets[::batch].tolist() if batch else [0] * (len(self.maps) + 1)
-        known_N = torch.ones(rows_N.numel(), dtype=torch.float32, device=rows_N.device)
-        for f, row in zeros.items():
-            known_N[ends[f] : ends[f + 1]] = (rows_N[ends[f] : ends[f + 1]] != row).float()
+        if len(self.maps) == 1:
+            known_N = (rows_N != zeros[0]).float()
+        else:
+            batch = (offsets.numel() - 1) // len(self.maps)
+            ends = offsets[::batch].tolist() if batch else [0] * (len(self.maps) + 1)
+            known_N = torch.ones(rows_N.numel(), dtype=torch.float32, device=rows_N.device)
+            for f, row in zeros.items():
+                known_N[ends[f] : ends[f + 1]] = (rows_N[ends[f] : ends[f + 1]] != row).float()
         if mode == "none":
             return None, known_N[:, None]
         return known_N if weights_N is None else weights_N * known_N, None
