@@ -54,6 +54,7 @@ ARGUMENTS = {
     "levers_synthetic": "--samples 100000",
     "memory_cpu": "--device cpu",
     "memory_h200": "--device cuda",
+    "online_criteo-diginetica": "--data logs --log criteo --log diginetica",
     "step_cpu": "--device cpu",
     "step_h200": "--device cuda",
     "sweep_cpu": "--device cpu",

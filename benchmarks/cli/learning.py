@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from thermocline.cli.options import Debug, Device, Json, Quiet
+from thermocline.errors import BadInput
 
-from .shared import Quick, app, measure
+from .shared import DEFAULT_DATA, Logs, Quick, app, measure
 
 SYNTHETIC = "synthetic"
 
@@ -117,6 +118,36 @@ def quality(
 
     plan, kept = bench.QualityPlan(seeds, filter, quick), paired.runs_file(json)
     measure(json, quiet, lambda progress: bench.run(plan, kept, progress), bench.table)
+
+
+@app.command(epilog="Example:  python -m benchmarks online --log globo --json online.json")
+def online(
+    data: Logs = DEFAULT_DATA,
+    log: Annotated[
+        list[str] | None, typer.Option("--log", help="globo, diginetica or criteo; may be repeated. [all that are in FOLDER]")
+    ] = None,
+    seeds: Seeds = 10,
+    filter: Annotated[str | None, typer.Option("--filter", help="Only arms whose name contains this, and the ceiling.")] = None,
+    share: Annotated[float, typer.Option("--share", min=0.001, max=1.0, help="Part of each log, from its beginning.")] = 1.0,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Concurrent runs, one thread each.")] = 1,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Predict each period of real logs, then train on it, with several ways to find rows for ids, paired by seed. CPU only.
+
+    Arms with TorchRec's managed collisions run in an environment that has TorchRec (CONTRIBUTING.md). With --json, finished
+    runs are kept beside FILE: after Ctrl-C the same command continues.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in `thermocline train`
+    from benchmarks.online import benchmark as bench
+    from benchmarks.online import logs
+    from benchmarks.runner import paired
+
+    if unknown := set(log or ()) - set(logs.FILES):
+        raise BadInput(f"--log is {', '.join(sorted(unknown))}; use {', '.join(logs.FILES)}", parameter="log")
+    plan, kept = bench.OnlinePlan(data, tuple(log or logs.FILES), seeds, filter, share), paired.runs_file(json)
+    measure(json, quiet, lambda progress: bench.run(plan, kept, jobs, progress), bench.table)
 
 
 @app.command(epilog="Example:  python -m benchmarks zoo --json zoo.json")

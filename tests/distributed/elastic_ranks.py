@@ -22,21 +22,30 @@ MAPS = {
     "shop": IdMap.elastic(83, shared=3, evict="lru", ttl=9, salt=5),
 }
 
+TIMED = IdMap.elastic(83, shared=0, max_age=4.0, admit_chance=0.5, salt=5)
+
 
 class ElasticModel(nn.Module):
     """A static table, and two elastic ones; or two plain modules, one with padding."""
 
-    def __init__(self, mode: str = "sum", update: str = "backward", plain: bool = False, precision: str = "int8") -> None:
+    def __init__(
+        self, mode: str = "sum", update: str = "backward", plain: bool = False, precision: str = "int8", timed: bool = False,
+        item_rows: int = 300,
+    ) -> None:  # fmt: skip
         super().__init__()
+        sizes = TABLES | {"item": (item_rows, *TABLES["item"][1:])}
+        maps = (
+            MAPS | {"item": IdMap.elastic(item_rows, admit_after=2, half_life=4, shared=5)} | ({"shop": TIMED} if timed else {})
+        )
         torch.manual_seed(11)
         rows = tc.RowConfig(precision, cache=0.0, optimizer=tc.RowwiseAdagrad(lr=0.125), seed=5, update=update)
         if plain:
             self.item = tc.EmbeddingBag(
-                300, 8, mode="sum", include_last_offset=True, padding_idx=-7, rows=rows, ids=MAPS["item"]
+                300, 8, mode="sum", include_last_offset=True, padding_idx=-7, rows=rows, ids=maps["item"]
             )
-            self.shop = tc.Embedding(83, 5, padding_idx=-7, rows=rows, ids=MAPS["shop"])
+            self.shop = tc.Embedding(83, 5, padding_idx=-7, rows=rows, ids=maps["shop"])
         else:
-            tables = [Table(name, n, dim, features, ids=MAPS.get(name)) for name, (n, dim, features) in TABLES.items()]
+            tables = [Table(name, n, dim, features, ids=maps.get(name)) for name, (n, dim, features) in sizes.items()]
             self.tables = tc.EmbeddingCollection(tables, mode=mode, rows=rows)
 
     def forward(self, batch: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -99,11 +108,14 @@ def order_of(mode: str, parts: list[Any]) -> list[np.ndarray]:
     return found
 
 
-def elastic_plan(nodes: int, cards: int, seed: int = 0, plain: bool = False) -> tuple[tc.Plan, Any]:
+def elastic_plan(
+    nodes: int, cards: int, seed: int = 0, plain: bool = False, item_rows: int = 300
+) -> tuple[tc.Plan, Any]:  # fmt: skip
     """Tables sharded by row; with a seed, random tiers and owners, and some heat of ids."""
     draw, tables = np.random.default_rng(seed), []
     heat = heat_of() if seed else None
     for name, (rows, dim, features) in TABLES.items():
+        rows = item_rows if name == "item" else rows
         if plain and name == "hour":
             continue
         first, second = sorted(draw.integers(0, rows + 1, 2)) if seed else (0, 0)
@@ -128,6 +140,27 @@ def train(rank: int, size: int, plan: tc.Plan | None, heat: Any, settings: dict[
     sharding = None if plan is None else tc.shard_(model, plan, heat, reduce="sum")
     outs, gone = run_steps(model, sharding, rank, size, first, last)
     return outs, gone, all_of(model)
+
+
+def save(rank: int, size: int, plan: tc.Plan | None, folder: str, settings: dict[str, Any]) -> Any:
+    """Train on, and save twice: a full save and an incremental one."""
+    model = ElasticModel(**settings)
+    sharding = None if plan is None else tc.shard_(model, plan, reduce="sum")
+    for first, last in ((0, 8), (8, 12)):
+        run_steps(model, sharding, rank, size, first, last)
+        if sharding is not None:
+            tc.save(model, folder, incremental=True)
+    return all_of(model)
+
+
+def load(rank: int, size: int, plan: tc.Plan | None, heat: Any, folder: str, settings: dict[str, Any]) -> Any:
+    """Load and train on: everything before and after."""
+    model = ElasticModel(**settings)
+    sharding = None if plan is None else tc.shard_(model, plan, heat, reduce="sum")
+    tc.load_into(model, folder)
+    then = all_of(model)
+    run_steps(model, sharding, rank, size, 12, 18)
+    return then, all_of(model)
 
 
 def begun(size: int) -> dict[str, torch.Tensor]:
@@ -167,6 +200,9 @@ def run_steps(model: ElasticModel, sharding: Any, rank: int, size: int, first: i
     for step in range(first, last):
         parts = [batch_of(step, count, r) for r, count in enumerate(sizes_of(step, size))]
         where = order_of(mode, parts)
+        for module in model.modules_of_rows:
+            for name in (feature for feature in model.elastic_features if module.elastic(feature).rule.max_age is not None):
+                module.elastic(name).advance(0.7 * step)
         out = model(joined(parts) if sharding is None else parts[rank])
         outs.append(out.detach().clone().numpy())
         factors = torch.from_numpy(np.random.default_rng((step, 41)).integers(-3, 4, (sum(map(len, where)), out.shape[1])))
@@ -198,8 +234,14 @@ def all_of(model: ElasticModel) -> dict[str, Any]:
             gathered = keys.tensors()
             if hasattr(module, "groups"):
                 every = module.groups.all_gather(dict(gathered))
-                gathered = {name: torch.cat([each[name] for each in every]) for name in every[0] if name != "counts"}
-            found |= {f"{at} keys {n} {name}": tensor.numpy() for name, tensor in gathered.items() if name != "counts"}
+                gathered = {
+                    name: torch.cat([each[name] for each in every]) for name in every[0] if name not in ("counts", "clock")
+                }
+            found |= {
+                f"{at} keys {n} {name}": tensor.clone().numpy()
+                for name, tensor in gathered.items()
+                if name not in ("counts", "clock")
+            }
         for feature in model.elastic_features:
             ids = module.elastic(feature)
             found[f"{at} state of {feature}"] = ids.state()

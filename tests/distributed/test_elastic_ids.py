@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from elastic_ranks import begun, elastic_plan, move, train
+from elastic_ranks import begun, elastic_plan, load, move, save, train
 
 STEPS = 30
 
@@ -34,6 +34,38 @@ def compare(on_ranks, plan, ranks, settings):
 )
 def test_ids_rows_and_evictions_equal_those_of_one_process(on_ranks, ranks, mode, update):
     compare(on_ranks, elastic_plan(1, ranks)[0], ranks, {"mode": mode, "update": update})
+
+
+@pytest.mark.parametrize("mode, update", [("sum", "step"), ("none", "backward")])
+def test_times_chances_and_ids_that_read_zeros_change_no_bit(on_ranks, mode, update):
+    compare(on_ranks, elastic_plan(1, 3)[0], 3, {"mode": mode, "update": update, "timed": True})
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_ids_saved_by_three_ranks_are_loaded_by_one_and_by_two(on_ranks, tmp_path, timed):
+    settings, folder = {"timed": timed}, str(tmp_path / "saved")
+    saved = on_ranks("elastic_ranks.save", 3, elastic_plan(1, 3)[0], folder, settings)
+    whole = save(0, 3, None, folder, settings)
+    for each in saved:
+        same(each, whole)
+    then, later = load(0, 2, None, None, folder, settings)
+    same(then, whole)
+    for mine in on_ranks("elastic_ranks.load", 2, *elastic_plan(1, 2, 4), folder, settings):
+        same(mine[0], whole)
+        same(mine[1], later)
+
+
+@pytest.mark.filterwarnings("ignore:elastic table")
+@pytest.mark.parametrize("rows", [100, 700])
+def test_ranks_load_ids_into_another_capacity_as_one_process_does(on_ranks, tmp_path, rows):
+    folder = str(tmp_path / "saved")
+    on_ranks("elastic_ranks.save", 2, elastic_plan(1, 2)[0], folder, {})
+    one = load(0, 3, None, None, folder, {"item_rows": rows})
+    state = one[0]["0 state of seen"]
+    assert (state["dropped"] > 10) == (rows == 100) and state["used"] > 80
+    for mine in on_ranks("elastic_ranks.load", 3, *elastic_plan(1, 3, item_rows=rows), folder, {"item_rows": rows}):
+        same(mine[0], one[0])
+        same(mine[1], one[1])
 
 
 @pytest.mark.parametrize("update", ["backward", "step"])

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from support import has
 from thermocline import BadInput, FormatError, IdMap
-from thermocline.ids.elastic import STEPS, ElasticRows, KeyTable
+from thermocline.ids.elastic import KeyTable
+from thermocline.ids.elastic_rows import ElasticRows
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import SaltedHash
+from thermocline.kernels.elastic.fields import STEPS
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -144,6 +146,47 @@ def test_ids_outlive_their_time_to_live_by_at_most_an_eighth():
     assert table.state()["expired"] == 9
 
 
+def test_ids_leave_after_their_time_in_the_log_and_an_eighth_at_most():
+    table, left = KeyTable(ElasticRows(1016, max_age=80.0), 1), {}
+    with pytest.raises(BadInput, check=has(parameter="max_age")):
+        table.step(torch.arange(3), protect=False)
+    used: dict[int, float] = {}
+    generator = torch.Generator().manual_seed(3)
+    for tick in range(900):
+        now = 0.9 * tick
+        left |= {id: now for id in table.advance(now).went_E.tolist()}
+        ids = torch.randint(tick, tick + 40, (3,), generator=generator)
+        if tick % 7 < 5:  # a step is no time
+            table.step(ids, protect=False)
+            used |= {id: now for id in ids.tolist()}
+    assert len(left) > 500 and table.state()["expired"] == table.state()["evicted"] == len(left)
+    assert all(80.0 <= now - used[id] <= 80.0 * 9 / 8 + 2 for id, now in left.items() if used[id] < now)
+    assert {id for id, now in used.items() if now < 0.9 * 900 - 95} <= left.keys()
+    table.advance(-5.0)  # earlier times change nothing
+    with pytest.raises(BadInput, check=has(parameter="now")):
+        table.advance(float("nan"))
+    other = KeyTable(ElasticRows(80, max_age=80.0), 1)
+    other.take_over(table)
+    assert other.clock is not None and torch.equal(other.clock, table.clock)
+
+
+@pytest.mark.parametrize("times, share", [(1, 0.25), (4, 1 - 0.75**4), (300, 1.0)])
+def test_a_chance_admits_its_share_of_new_ids(times: int, share: float):
+    table, again = (KeyTable(ElasticRows(40_000, admit_chance=0.25), 1) for _ in range(2))
+    ids = (torch.arange(4000) * 7919).repeat(times)
+    table.step(ids, protect=False)
+    again.step(ids.flip(0), protect=False)
+    assert abs(table.state()["admitted"] / 4000 - share) < 0.03 and torch.equal(table.keys, again.keys)
+    for _ in range(3):
+        table.step(torch.arange(4000) * 7919, protect=False)
+    assert abs(table.state()["admitted"] / 4000 - (1 - (1 - share) * 0.75**3)) < 0.03  # each step draws anew
+
+
+def test_chances_are_refused_where_kernels_would_ignore_them():
+    with pytest.raises(BadInput, check=has(parameter="admit_chance")):
+        KeyTable(ElasticRows(1000, admit_chance=0.5), 1, "cuda")
+
+
 def test_pinned_ids_stay_until_they_are_unpinned():
     table = KeyTable(ElasticRows(65, 1, 1, evict="lru"), 1)
     table.pin(torch.tensor([7, 8]))
@@ -191,10 +234,13 @@ def test_steps_are_counted_past_31_bits():
 @pytest.mark.parametrize(
     "arguments, parameter",
     [
-        ({"rows": 0}, "rows"), ({"rows": 16}, "rows"), ({"rows": 100, "shared": 0}, "shared"),
+        ({"rows": 0}, "rows"), ({"rows": 16}, "rows"), ({"rows": 100, "shared": -1}, "shared"),
         ({"rows": 100, "admit_after": 0}, "admit_after"), ({"rows": 100, "admit_after": 256}, "admit_after"),
         ({"rows": 100, "ttl": 0}, "ttl"), ({"rows": 100, "half_life": 0}, "half_life"), ({"rows": 100, "evict": 1}, "evict"),
         ({"rows": 100, "salt": "x"}, "salt"), ({"rows": 100, "init": -1.0}, "init"), ({"rows": True}, "rows"),
+        ({"rows": 1, "shared": 0}, "rows"), ({"rows": 100, "admit_chance": 0.0}, "admit_chance"),
+        ({"rows": 100, "admit_chance": 1.5}, "admit_chance"), ({"rows": 100, "max_age": 0}, "max_age"),
+        ({"rows": 100, "max_age": float("nan")}, "max_age"), ({"rows": 100, "max_age": True}, "max_age"),
     ],
 )  # fmt: skip
 def test_wrong_rules_are_refused_by_name(arguments: dict[str, Any], parameter: str):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.ids.elastic import ElasticRows, KeyTable, Moved
+from thermocline.ids.elastic import KeyTable, Moved
+from thermocline.ids.elastic_rows import ElasticRows
 from thermocline.ids.gpu_keys import known_moves
 from thermocline.kernels.elastic import cpu, gpu, reference
 from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, READ, GpuBatch, KeyArrays, KeyRules, TableRows

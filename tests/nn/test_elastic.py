@@ -73,6 +73,57 @@ def test_an_id_reads_and_trains_a_shared_row_until_it_is_admitted():
     assert not torch.equal(bag(_one(7))[0], shared) and bag.elastic().state()["shared_lookups"] == 2
 
 
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("optimizer", [tc.SGD(lr=0.5), tc.Adam(lr=0.1), tc.RowwiseAdagrad(lr=0.1, weight_decay=0.1)])
+@pytest.mark.parametrize("kind", ["sum", "none"])
+def test_ids_without_a_row_read_zeros_and_train_nothing_if_asked(kind: str, optimizer: Any, update: str):
+    config = RowConfig("int8", cache=0.1, optimizer=optimizer, update=update)
+    rule = IdMap.elastic(65, shared=0, admit_after=3)
+    bag: Any = tc.EmbeddingBag(65, 4, mode="sum", rows=config, ids=rule) if kind == "sum" else None
+    bag = bag or tc.Embedding(65, 4, rows=config, ids=rule)
+    bag.elastic().pin(torch.tensor([1]))
+    before, weights = _row(bag, 1).clone(), {}
+    for step in range(2):
+        ids = torch.tensor([[1, 7 + step]])
+        if kind == "sum":
+            weights = {"per_sample_weights": torch.tensor([[1.0, 2.0]])} if step else {}
+        out = bag(ids, **weights)
+        assert torch.equal(out if kind == "sum" else out[0, :1], _row(bag, 1)[None])
+        assert kind == "sum" or not out[0, 1].any()
+        (out * torch.arange(1.0, 5.0)).sum().backward()
+        if update == "step":
+            bag.fused_optimizer.step()
+            bag.fused_optimizer.zero_grad()
+    assert not torch.equal(_row(bag, 1), before) and bag.stats()["shared_lookups"] == 2
+    assert not bag.get_rows(torch.tensor([64])).any()
+    bag.eval()
+    assert not bag(torch.tensor([[9]])).any()
+
+
+def test_zeros_are_refused_where_they_would_be_pooled_otherwise():
+    bag = tc.EmbeddingBag(65, 4, mode="mean", rows=EXACT, ids=IdMap.elastic(65, shared=0))
+    with pytest.raises(BadInput, check=has(parameter="shared", mode="mean")):
+        bag(_one(7))
+
+
+def test_rows_expire_in_the_time_of_the_log():
+    bag, gone = _bag(max_age=8.0), []
+    bag.elastic().on_evict(lambda ids, rows: gone.append((ids.tolist(), rows.clone())))
+    with pytest.raises(BadInput, check=has(parameter="max_age")):
+        bag(_one(7))
+    bag.elastic().advance(100.0)
+    bag(_one(7)).sum().backward()
+    row = _row(bag, 7).clone()
+    for now in (101.0, 104.5, 108.0):
+        bag.elastic().advance(now)
+        bag(_one(8)).sum().backward()
+    bag.elastic().advance(110.0)
+    assert [ids for ids, _ in gone] == [[7]] and torch.equal(gone[0][1][0], row)
+    assert bag.elastic().ids().tolist() == [8] and bag.elastic().state()["expired"] == 1
+    with pytest.raises(BadInput, check=has(parameter="max_age")):
+        _bag().elastic().advance(1.0)
+
+
 def test_a_module_in_eval_reads_without_a_trace():
     bag = _bag()
     bag(_one(1, 2)).sum().backward()

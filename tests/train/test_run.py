@@ -175,6 +175,25 @@ def test_scalars_reach_tensorboard(tmp_path):
     assert events.Scalars("test/auc")[-1].value == pytest.approx(outcome.auc, abs=1e-6)
 
 
+def test_ids_of_a_file_come_and_go_and_tensorboard_shows_it(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_parquet(SyntheticLog(table_rows(2000), 2000, seed=1), tmp_path / "log.parquet", lambda *_: None)
+    settings = replace(SMALL, data=tmp_path / "log.parquet", elastic=60)
+    outcome = DLRMRun(settings, tmp_path / "run").finish(logdir=tmp_path / "board")
+    assert outcome.rows == 26 * 60 and outcome.stats["ids_evicted"] > 0 and 0.3 < outcome.auc < 0.9
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert {"tables/ids_used", "tables/ids_admitted", "tables/shared_lookups", "tables/ids_waiting"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert told(DLRMRun(settings, tmp_path / "run").finish()) == told(outcome)  # resumed at its end
+    for change in ({"data": None}, {"hashed": 50}, {"warm": True}):
+        with pytest.raises(BadInput, check=has(parameter="elastic")):
+            replace(settings, **change)
+
+
 def test_the_curve_of_a_run_has_forty_points_and_goes_on_after_a_resume(tmp_path):
     settings = replace(SMALL, samples=12_300)
     whole = DLRMRun(settings)

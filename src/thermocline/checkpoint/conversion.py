@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from thermocline.errors import BadInput
-from thermocline.ids.elastic import refuse_export
+from thermocline.ids.elastic_rows import refuse_export
 from thermocline.nn.config import RowConfig
 from thermocline.nn.precision_tiers import Precision
 from thermocline.rows.fused_quantized import check_format, export_fused

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.ids.elastic import refuse_export
+from thermocline.ids.elastic_rows import refuse_export
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
 from thermocline.rows.fused_quantized import FORMAT_OF_BITS, check_fused

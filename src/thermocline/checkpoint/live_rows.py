@@ -13,6 +13,7 @@ from thermocline.nn.rows_module import RowsModule
 
 from .format.cache_slots import own_slots, with_global_rows
 from .format.saved_cache import CLOCKS
+from .saved_ids import key_arrays
 
 At = slice | Tensor
 
@@ -79,7 +80,7 @@ class LiveRows:
         if self.arena.cache:
             found |= {f"cache_{name}": getattr(Cache(*self.arena.cache), name) for name in CLOCKS}
             found |= own_slots(self.module, self.row_index, self.arena)
-        return found
+        return found | key_arrays(self.module)
 
     def close(self) -> None:
         """End reading."""

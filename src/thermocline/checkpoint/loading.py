@@ -23,7 +23,7 @@ from torch import nn
 from thermocline.distributed.shard import shard_
 from thermocline.errors import BadInput, FormatError
 from thermocline.heat.profile import HeatProfile
-from thermocline.ids.elastic import ElasticRows
+from thermocline.ids.elastic_rows import ElasticRows
 from thermocline.ids.idmap import IdMap
 from thermocline.nn.precision_tiers import Precision
 from thermocline.plan.model import Plan

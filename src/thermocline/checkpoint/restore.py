@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
+from thermocline.distributed.rank_keys import RankKeys
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.ids.gpu_keys import on_cpu
 from thermocline.ids.keyed_map import new_keys
@@ -60,8 +61,8 @@ def restore_module(checkpoint: Checkpoint, entry: ModuleEntry, found: NamedModul
         for index, table in saved.items():
             states = entry.states if same_optimizer else 0
             if isinstance(module, ShardedCollection) and not module.groups.world.is_single:
-                for part in read_together(checkpoint, table, states, module, index):
-                    _write_part(module, index, part, remap)
+                for part in read_together(checkpoint, table, states, module, index, remap.get(index)):
+                    _write_part(module, index, part, {})
                 continue
             for section in checkpoint.sections(table.name):
                 _restore_section(checkpoint, section, states, module, index, remap)
@@ -86,13 +87,16 @@ def _restore_ids(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule,
         if index not in saved:
             continue
         place = places[saved[index].name, first]
-        then = keys if place.policy == keys.policy else new_keys(place.policy)
+        whole = new_keys(keys.policy) if isinstance(keys, RankKeys) else keys
+        then = whole if place.policy == keys.policy else new_keys(place.policy)
         read_keys(checkpoint, entry.name, place, then)
-        if then is not keys:
-            remap[index] = on_cpu(keys, lambda host, then=then: host.take_over(then))  # type: ignore[misc]
-            if dropped := int((remap[index][then.occupied()] < 0).sum()):
-                fewer = f"{then.policy.rows} rows, the model has {keys.policy.rows}: {dropped} ids, the coldest, were dropped"
-                warnings.warn(f"elastic table {saved[index].name!r} was saved with {fewer}", stacklevel=5)
+        if then is not whole:
+            remap[index] = on_cpu(whole, lambda host, then=then: host.take_over(then))  # type: ignore[misc]
+        if isinstance(keys, RankKeys):
+            keys.take(whole)
+        if index in remap and (dropped := int((remap[index][then.occupied()] < 0).sum())):
+            fewer = f"{then.policy.rows} rows, the model has {keys.policy.rows}: {dropped} ids, the coldest, were dropped"
+            warnings.warn(f"elastic table {saved[index].name!r} was saved with {fewer}", stacklevel=5)
     return remap
 
 
@@ -130,16 +134,16 @@ def _read_into(checkpoint: Checkpoint, section: Section, states: int, module: Ro
 
 def _places(module: RowsModule, index: int, rows_R: Tensor, remap: Remap) -> Iterator[tuple[int, Tensor, Tensor, list[Tensor]]]:
     """Rows of a table that this arena holds: arena table, indices into `rows_R`, places, and optimizer state arrays."""
-    if isinstance(module, ShardedCollection):
-        for k, at_K, place_K in module.shard.local(module.row_index.locate(rows_R + module.row_index.first[index])):
-            yield k, at_K, place_K, module.shard.states(k)
-        return
-    by_row = module.trainer.optimizer.states_per_row > 0
     every = torch.arange(rows_R.numel(), device=rows_R.device)
     if index in remap:
         rows_R = remap[index][rows_R]
         every = every[rows_R >= 0]
         rows_R = rows_R[every]
+    if isinstance(module, ShardedCollection):
+        for k, at_K, place_K in module.shard.local(module.row_index.locate(rows_R + module.row_index.first[index])):
+            yield k, every[at_K], place_K, module.shard.states(k)
+        return
+    by_row = module.trainer.optimizer.states_per_row > 0
     yield index, every, rows_R, module.arena.state_views(index, module.trainer.states, by_row)
 
 

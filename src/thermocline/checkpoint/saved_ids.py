@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import count, takewhile
 from typing import NamedTuple
 
-from thermocline.ids.elastic import ElasticRows, KeyTable
+import torch
+from torch import Tensor
+
+from thermocline.distributed.elastic_ids import RankMaps
+from thermocline.ids.elastic import KeyTable
+from thermocline.ids.elastic_rows import ElasticRows
 from thermocline.ids.idmap import IdMap
 from thermocline.ids.keyed_map import KeyedMap, new_keys, without_counts
+from thermocline.kernels.elastic.fields import STEPS
+from thermocline.nn.rows_module import RowsModule
 
 from .reader import Checkpoint
 
@@ -26,10 +34,28 @@ def saved_places(checkpoint: Checkpoint, module: str) -> dict[tuple[str, int], S
     return {(known[at][0], at[1]): SavedPlace(n, known[at][1]) for n, at in enumerate(sorted(known))}
 
 
+def key_arrays(module: RowsModule) -> dict[str, Tensor]:
+    """The key tables of a module by name; of several ranks, the buckets of this one, `<name>/<rank>`."""
+    if not isinstance(module.maps, RankMaps):
+        return {} if module.maps is None else module.maps.tensors()
+    return {f"{name}/{module.maps.groups.rank}": each for name, each in module.maps.tensors().items() if each.numel()}
+
+
 def read_keys(checkpoint: Checkpoint, module: str, place: SavedPlace, keys: KeyTable) -> None:
     """Fill a key table of the saved size."""
+    state, counts = checkpoint.state, keys.counts
     for name, tensor in keys.tensors().items():
-        tensor.copy_(checkpoint.state.read(f"module/{module}/elastic{place.number}_{name}"))
+        saved = f"module/{module}/elastic{place.number}_{name}"
+        if saved in state:
+            tensor.copy_(state.read(saved))
+            continue
+        ranks = takewhile(lambda rank: f"module/{module}/elastic{place.number}_counts/{rank}" in state, count())
+        parts = [state.read(f"{saved}/{rank}") for rank in ranks if f"{saved}/{rank}" in state]
+        if tensor is counts and parts:
+            counts.copy_(parts[0])  # steps are the same on all ranks
+            counts[:STEPS] = torch.stack(parts).sum(0)[:STEPS]
+        else:
+            tensor.copy_(parts[0] if name == "clock" and parts else torch.cat([tensor[:0], *parts]))
 
 
 def read_id_maps(checkpoint: Checkpoint) -> dict[str, IdMap]:

@@ -41,9 +41,11 @@ class SectionRange(NamedTuple):
 
 
 def read_together(
-    checkpoint: Checkpoint, table: TableEntry, states: int, module: ShardedCollection, index: int
+    checkpoint: Checkpoint, table: TableEntry, states: int, module: ShardedCollection, index: int, remap_R: Tensor | None = None
 ) -> Iterator[SectionRows]:
     """The rows of a table that this rank holds, in the order of their saves. Collective.
+
+    `remap_R`: the new row of each saved row, or -1 for those that are dropped; by default they keep their numbers.
 
     Raises:
         FormatError: a rank could not read its share; raised on all ranks.
@@ -61,7 +63,7 @@ def read_together(
                 for begin in range(0, section.count, size)
             ]
             for mine in dealt(ranges, save, groups.rank, groups.size):
-                records_MB = _exchanged(checkpoint, mine, shapes, states, module, index)
+                records_MB = _exchanged(checkpoint, mine, shapes, states, module, index, remap_R)
                 yield _rows_of(records_MB, shapes, states, precision)
 
 
@@ -77,15 +79,16 @@ def dealt(ranges: list[SectionRange], save: SaveEntry, rank: int, ranks: int) ->
 
 
 def _exchanged(
-    checkpoint: Checkpoint, mine: SectionRange | None, shapes: Shapes, states: int, module: ShardedCollection, index: int
-) -> Tensor:
+    checkpoint: Checkpoint, mine: SectionRange | None, shapes: Shapes, states: int, module: ShardedCollection, index: int,
+    remap_R: Tensor | None,
+) -> Tensor:  # fmt: skip
     """One round: the records of the rows that this rank holds."""
     groups, width = module.groups, sum(_widths(shapes))
     records_SB, sent_P = torch.empty((0, width), dtype=torch.uint8), np.zeros(groups.size, np.int64)
     failed: FormatError | None = None
     try:
         if mine is not None:
-            records_SB, sent_P = _addressed(checkpoint.read_section(*mine, states), shapes, module, index)
+            records_SB, sent_P = _addressed(_moved(checkpoint.read_section(*mine, states), remap_R), shapes, module, index)
     except FormatError as error:
         failed, sent_P = error, np.full(groups.size, _FAILED)
     received_P = groups.world.exchange_counts(sent_P[:, None])[:, 0]
@@ -95,6 +98,16 @@ def _exchanged(
         rank = int(np.flatnonzero(received_P == _FAILED)[0])
         raise FormatError(f"rank {rank} could not read its share of '{checkpoint.folder}'; its error says why", rank=rank)
     return groups.world.all_to_all(records_SB.to(module.arena.device), sent_P.tolist(), received_P.tolist()).cpu()
+
+
+def _moved(part: SectionRows, remap_R: Tensor | None) -> SectionRows:
+    """The rows under their new numbers, without those that are dropped."""
+    if remap_R is None:
+        return part
+    rows_R = remap_R[part.rows_R]
+    kept_K = (rows_R >= 0).nonzero()[:, 0]
+    states = [state[kept_K] for state in part.states]
+    return SectionRows(rows_R[kept_K], part.codes_RB[kept_K], part.meta_RW[kept_K], states, part.precision)
 
 
 def _addressed(part: SectionRows, shapes: Shapes, module: ShardedCollection, index: int) -> tuple[Tensor, Counts]:

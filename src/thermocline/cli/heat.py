@@ -133,6 +133,55 @@ def diff(old: File, new: File, json: Json = None, quiet: Quiet = False, debug: D
         print_table(heads, rows, ("table",), title=f"From {old} to {new}", caption=caption, **_LINED)
 
 
+@app.command(epilog="Example:  thermocline heat ids clicks.parquet --columns item --time ts --html ids.html")
+def ids(
+    logs: Annotated[
+        list[Path], typer.Argument(metavar="LOG...", help="Parquet, CSV with a header, or Criteo TSV, oldest first.")
+    ],
+    columns: Annotated[
+        str, typer.Option("--columns", help="Columns of ids, such as user,item or C1..C26.", show_default="C1, C2, ...")
+    ] = "",
+    time: Annotated[
+        str | None, typer.Option("--time", metavar="COLUMN", help="Column of times. [default: 100 periods of equal length]")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples of a training step, on all GPUs.")] = 2048,
+    keep: Annotated[
+        float, typer.Option("--keep", min=0.01, max=1.0, help="Share of the lookups of known ids that shall find their rows.")
+    ] = 0.95,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples to read, from the end of the log.")] = 5_000_000,
+    html: Page = None,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Measure births and deaths of ids, and recommend the rows and the rule of an IdMap.elastic."""
+    from dataclasses import asdict
+
+    from thermocline.data.id_replay import measure_turnover
+    from thermocline.heat.turnover import turnover_page
+
+    with progress_bar(quiet) as progress:
+        progress(0, 1, "reading")
+        found = measure_turnover(logs, column_names(columns), time, batch, keep, samples, progress)
+    result = [asdict(each) | {"text": each.text} for each in found] if json else None
+    with deliver(result, json, quiet) as shown:
+        if html is not None:
+            write_text(html, turnover_page(found, ", ".join(log.name for log in logs)))
+        if not shown:
+            return
+        per = "an hour" if time else "a period"
+        heads = ("column", "lookups", "ids", f"born\n{per}", f"died\n{per}", "seen\nbefore", "kept", "recommended")
+        rows = [
+            (
+                each.name, f"{each.lookups:,}", f"{each.distinct:,}", f"{each.rate('born'):,.0f}", f"{each.rate('died'):,.0f}",
+                f"{each.again:.1%}", f"{each.kept:.1%}", each.text,
+            )
+            for each in found
+        ]  # fmt: skip
+        caption = "seen before: of the lookups of the second half; kept: of those, by own rows of the recommended table"
+        print_table(heads, rows, ("column", "recommended"), title=", ".join(map(str, logs)), caption=caption, **_LINED)
+
+
 @contextmanager
 def _shown(
     heat: HeatProfile, json: str | None, quiet: bool, title: str, skipped: Mapping[str, int] | None = None

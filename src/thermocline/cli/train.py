@@ -28,6 +28,10 @@ SkipBad = Annotated[
 Hash = Annotated[
     int | None, typer.Option("--hash", min=1, metavar="ROWS", help="Hash the ids of --data to this number of rows per table.")
 ]
+Elastic = Annotated[
+    int | None,
+    typer.Option("--elastic", min=1, metavar="ROWS", help="Let ids of --data come and go in this number of rows per table."),
+]
 Precision = Annotated[
     str | None,
     typer.Option("--precision", help="Row precision: fp32, bf16, fp16, fp8, int8, int4, int2; or auto, with --budget. [int8]"),
@@ -92,6 +96,7 @@ def dlrm(
     samples: Annotated[int, typer.Option("--samples", min=1, help="Training samples of the synthetic log.")] = 400_000,
     rows: Annotated[int, typer.Option("--rows", min=26, help="Rows of the synthetic log, over all tables.")] = 100_000,
     hashed: Hash = None,
+    elastic: Elastic = None,
     precision: Precision = None,
     cache: Cache = None,
     budget: Budget = None,
@@ -127,7 +132,7 @@ def dlrm(
     if data is None and (columns != CRITEO or skip_bad):
         raise BadInput("--label, --ids, --dense and --skip-bad describe a file; name it with --data", parameter="data")
     settings = DLRMSettings(
-        data=data, test=test, columns=columns, skip_bad=skip_bad, samples=samples, rows=rows, hashed=hashed,
+        data=data, test=test, columns=columns, skip_bad=skip_bad, samples=samples, rows=rows, hashed=hashed, elastic=elastic,
         precision=precision or "int8", budget=budget,
         cache=_CACHE if cache is None and precision != "auto" else cache or 0.0, policy=policy, residency=residency,
         dim=dim, batch=batch, epochs=epochs, lr=lr, dense_lr=dense_lr, seed=seed, device=device or "cpu",

@@ -69,7 +69,7 @@ def _found(file: LogFile) -> tuple[str, ...]:
 def _interactions(file: LogFile, columns: Sequence[str], numbers: Sequence[str], settings: dict[str, Any]) -> SequenceLog:
     parts: list[list[NDArray[Any]]] = [[], [], []]
     for batch in file.batches(columns, 0, CHUNK, numbers):
-        for name, part, read in zip(columns, parts, (_ids, _ids, _times), strict=True):
+        for name, part, read in zip(columns, parts, (_ids, _ids, times_of), strict=True):
             column = batch.column(name)
             if column.null_count:
                 message = f"column '{name}' of '{file.path}' has {column.null_count} missing values or more; fill or drop them"
@@ -83,7 +83,7 @@ def _ids(file: LogFile, name: str, column: Any) -> NDArray[Any]:
     return one_id_each(file.path, name, column, missing=0)
 
 
-def _times(file: LogFile, name: str, column: Any) -> NDArray[Any]:
+def times_of(file: LogFile, name: str, column: Any) -> NDArray[Any]:
     """Times as numbers that can be sorted."""
     import pyarrow
     from pyarrow import types

@@ -22,20 +22,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thermocline.ids.elastic import ElasticRows, KeyTable, Moved, refuse_elastic
+from thermocline.errors import BadInput
+from thermocline.ids.elastic import KeyTable, Moved
+from thermocline.ids.elastic_rows import ElasticRows, refuse_elastic
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap, SaltedHash
 from thermocline.ids.keyed_map import KeyedMap
-from thermocline.kernels.elastic.fields import BUCKET, STEPS
-from thermocline.kernels.elastic.reference import bucket_of
-from thermocline.kernels.ids.reference import hash_ids
+from thermocline.nn.backward_pass import current_pass
 from thermocline.nn.id_maps import ElasticIds, ElasticMaps, FeatureMaps, begin_rows, keyed_maps
-from thermocline.nn.inputs import check_integers
+from thermocline.nn.inputs import JaggedIds, check_integers
 
 from .exchange import context as shared
 from .exchange.handshake import announced, handshake
 from .placement.table_map import Counts
 from .process_groups import ProcessGroups, raise_if_any_failed
+from .rank_keys import RankKeys
 
 if TYPE_CHECKING:
     from thermocline.nn.rows_module import RowsModule
@@ -44,44 +45,6 @@ if TYPE_CHECKING:
     from .sharded_collection import ShardedCollection
 
 _MOVES = 3  # numbers in front of each table's answers: ids that came, ids that went, lookups without a row
-
-
-class RankKeys(KeyTable):
-    """The buckets of one rank. Its sketch halves by the lookups of all ranks."""
-
-    def __init__(self, policy: ElasticRows, key: int, rank: int, ranks: int) -> None:
-        count = -(-policy.own // BUCKET)
-        super().__init__(policy, key, "cpu", range(count * rank // ranks, count * (rank + 1) // ranks))
-        self.uncounted = 0  # lookups of this rank without a row, of the last step
-
-    def _age_sketch(self, lookups: int) -> None:
-        self.uncounted += lookups
-
-    def age(self, lookups: int) -> None:
-        """Count the lookups of all ranks without a row."""
-        self.uncounted = 0
-        super()._age_sketch(lookups)
-
-    def owners(self, ids_N: Tensor, ranks: int) -> Tensor:
-        """The rank that has each id's bucket."""
-        count = -(-self.rules.rows // BUCKET)
-        return ((bucket_of(hash_ids(ids_N, self.rules.key), self.rules.rows) + 1) * ranks - 1) // count
-
-    def take(self, whole: KeyTable) -> None:
-        """Take the buckets of this rank from a table that has all; the first rank takes its counts."""
-        mine = self.buckets.start == 0 and len(self.buckets) > 0
-        for name, tensor in self.tensors().items():
-            if name == "counts":
-                tensor.copy_(whole.counts)
-                tensor[: 0 if mine else STEPS] = 0
-            else:
-                begin = _words(name) * self.buckets.start
-                tensor.copy_(whole.tensors()[name][begin : begin + tensor.numel()])
-
-
-def _words(name: str) -> int:
-    """Elements of an array for each bucket."""
-    return {"keys": BUCKET, "last": BUCKET, "tags": BUCKET // 4, "heat": BUCKET // 4}.get(name, 2 * BUCKET // 4)
 
 
 class _Part(NamedTuple):
@@ -135,8 +98,10 @@ class RankMaps(ElasticMaps):
 
     # -- a batch ------------------------------------------------------------------------------------------------------------
 
-    def rows_of_batch(self, module: ShardedCollection, ids_N: Tensor, offsets: Tensor, steps: bool, trains: bool) -> Tensor:
-        """Rows of the ids of all features. With `steps`, ids come and go; with `trains`, gradients may follow. Collective."""
+    def rows_of_batch(self, module: ShardedCollection, bags: JaggedIds, trains: bool) -> tuple[JaggedIds, Tensor | None]:
+        """The bags with rows for ids, and factors of unpooled rows. With `trains`, gradients may follow. Collective."""
+        steps = module.training and module.placeholder.requires_grad and current_pass() < 0  # ids come and go
+        ids_N, offsets = bags.ids_N, bags.offsets
         with announced(module.state.context, module.name):
             check_integers(ids_N)
             batch = (offsets.numel() - 1) // len(self.maps)
@@ -150,7 +115,8 @@ class RankMaps(ElasticMaps):
             own_N = found[n][parts[n].place_N] + self.places[n][1]
             for f, part_N in zip(users, own_N.split([ends[f + 1] - ends[f] for f in users]), strict=True):
                 rows_N[ends[f] : ends[f + 1]] = part_N
-        return rows_N
+        weights_N, factors = self.factors(rows_N, offsets, bags.weights_N, module.mode) if trains else (bags.weights_N, None)
+        return bags._replace(ids_N=rows_N, weights_N=weights_N), factors
 
     def find(self, module: ShardedCollection, n: int, ids_N: Tensor) -> Tensor:
         """Rows of ids of one key table, which does not change. Collective."""
@@ -313,6 +279,15 @@ class RankMaps(ElasticMaps):
         numbers = self.groups.all_gather([[moved.came_K.numel(), moved.went_E.numel(), 0]])
         self._hear(module, [n], [moved], np.array(numbers))
 
+    def advance(self, module: ShardedCollection, n: int, now: float) -> None:
+        """Set the time of the log, the same on all ranks. Collective."""
+        times = self.groups.all_gather(float(now))
+        if any(each != times[0] for each in times):
+            message = f"ranks give the times {min(times)!r} to {max(times)!r}; give the same time of the log on all ranks"
+            raise BadInput(message, parameter="now", value=now)
+        moved = self.keys[n].advance(now)
+        self._hear(module, [n], [moved], np.array(self.groups.all_gather([[0, moved.went_E.numel(), 0]])))
+
     def unpin(self, n: int, ids: Tensor) -> None:
         self.keys[n].unpin(self._mine(n, ids))
 
@@ -344,6 +319,11 @@ class ShardedElasticIds(ElasticIds):
         check_integers(ids)
         rows_N = self._maps.find(self._collection, self._n, ids)
         return torch.where(rows_N < self._keys.rules.rows, rows_N + self._first, -1).view(ids.shape)
+
+    def advance(self, now: float) -> None:
+        """Set the time of the log, for `max_age`. Every rank calls this with the same time."""
+        self._collection.invalidate_prefetched()
+        self._maps.advance(self._collection, self._n, now)
 
     def pin(self, ids: Tensor) -> None:
         """Give ids rows of their own, which they keep. Every rank calls this with the same ids."""

@@ -25,13 +25,13 @@ from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
-from thermocline.nn.backward_pass import SameTenants, UpdateOnce, current_pass
+from thermocline.nn.backward_pass import SameTenants, UpdateOnce
 from thermocline.nn.collection import Table
-from thermocline.nn.id_maps import difference, maps_as_text
 from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
 from thermocline.nn.many_ranks import refuse_ddp
 from thermocline.nn.prefetch import PrefetchedInput, prefetch_window
 from thermocline.nn.rows_module import RowsModule
+from thermocline.nn.saved_maps import difference, maps_as_text
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.memory import MemoryUsage
 from thermocline.rows.training import raise_pending, report_to
@@ -140,9 +140,9 @@ class ShardedCollection(RowsModule):
         pipeline, context = self.pipeline, self.state.context
         with announced(context, self.name, pipeline.drop_prefetched):
             given = bags = self._read(input, trains)
+        factors: Tensor | None = None
         if self._elastic is not None and input is not None:
-            steps = self.training and self.placeholder.requires_grad and current_pass() < 0
-            bags = bags._replace(ids_N=self._elastic.rows_of_batch(self, bags.ids_N, bags.offsets, steps, trains))
+            bags, factors = self._elastic.rows_of_batch(self, bags, trains)
         with announced(context, self.name, pipeline.drop_prefetched):
             prefetched = pipeline.take_prefetched(bags, trains)
             batch, exchange = self._start(bags, prefetched, trains)
@@ -165,7 +165,8 @@ class ShardedCollection(RowsModule):
             exchange.request(agreed)
             exchange.fetch(target)
         pipeline.start_prefetch(context, self._read_next, agreed.following, exchange)
-        return self._look_up(batch, exchange, trains), bags
+        out = self._look_up(batch, exchange, trains)
+        return out if factors is None else out * factors.to(out.dtype), bags
 
     def _handshake(
         self, operation: str, exchange: BatchExchange, prefetched: bool, following: int, batch: BatchTable | None = None

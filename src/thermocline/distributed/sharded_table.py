@@ -80,7 +80,7 @@ class ShardedEmbeddingBag(ShardedTable):
     include_last_offset: bool
 
     @uncompiled
-    def forward(
+    def forward(  # type: ignore[override]
         self, input: Tensor | PrefetchedInput, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Look up and pool bags of ids, as `EmbeddingBag.forward`. Collective."""
@@ -110,7 +110,7 @@ class ShardedEmbedding(ShardedTable):
     plain = Embedding
 
     @uncompiled
-    def forward(self, input: Tensor | PrefetchedInput) -> Tensor:
+    def forward(self, input: Tensor | PrefetchedInput) -> Tensor:  # type: ignore[override]
         """Look up ids of any shape, as `Embedding.forward`. Collective."""
         (ids,) = arguments = input.arguments if isinstance(input, PrefetchedInput) else (input,)
         if self.padding_idx is not None and self._elastic is not None:

@@ -128,9 +128,10 @@ class LogFile:
         """The ids of these columns from sample `first` on."""
         rows = max(1 << 8, min(LARGEST_CHUNK, int(VALUES / self._values_per_sample(columns))))
         for batch in self.batches(columns, first, rows):
-            yield {name: self._ids(name, batch.column(name)) for name in columns}
+            yield {name: self.ids_of(name, batch.column(name)) for name in columns}
 
-    def _ids(self, name: str, array: Any) -> LogIds:
+    def ids_of(self, name: str, array: Any) -> LogIds:
+        """The ids of a column of a batch."""
         if self.kind == "tsv":
             return LogIds(from_hexadecimal(self.path, name, array))
         return bags_of_ids(self.path, name, array)

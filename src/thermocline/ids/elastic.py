@@ -8,11 +8,10 @@ changes only in training steps; everything about it is in tensors, so that state
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from numbers import Integral, Real
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,64 +39,19 @@ from thermocline.kernels.elastic.fields import (
     TableRows,
 )
 from thermocline.kernels.elastic.reference import as_bytes, bucket_of, first_values, placing_order, score
-from thermocline.kernels.ids.reference import hash_ids, reduce_to, signed
+from thermocline.kernels.ids.reference import hash_ids, reduce_to, right, signed
 
-EVICTIONS = ("lfu", "lru")
+from .elastic_rows import MOST_STEPS, ElasticRows
+
 _MOVES = 256  # records of moved rows that are merged into one
 _SWEEPS = 8  # in a time to live: expired rows leave at the next
-_MOST_STEPS = 1 << 30
+_MARKS = 2 * _SWEEPS  # times of the log in `max_age`
 _SHARED_KEY = 0x5EED_54A4ED  # of the first values of shared rows
+_CHANCE_KEY = 0x5EED_C4A9CE
 _COUNTS = (
     "admitted", "evicted", "expired", "refused", "dropped", "lookups", "shared_lookups", "eval_lookups", "shared_eval_lookups",
     "waiting", "steps",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ElasticRows:
-    """How ids share and leave the rows of a table; `IdMap.elastic` documents the fields."""
-
-    rows: int
-    admit_after: int = 1
-    shared: int = 16
-    evict: str = "lfu"
-    half_life: int = 100
-    ttl: int | None = None
-    salt: int = 0
-    init: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, low, high in (("shared", 1, 1 << 20), ("admit_after", 1, K.MOST), ("half_life", 1, _MOST_STEPS)):
-            _check_int(name, getattr(self, name), low, high)
-        _check_int("rows", self.rows, self.shared + 1, 1 << 31, f": {self.shared} shared rows, and one for each id")
-        if self.ttl is not None:
-            _check_int("ttl", self.ttl, 1, _MOST_STEPS, ", training steps")
-        if self.evict not in EVICTIONS:
-            raise BadInput(f"evict is {self.evict!r}; use one of {', '.join(EVICTIONS)}", parameter="evict", value=self.evict)
-        if not isinstance(self.salt, Integral):
-            raise BadInput(f"salt is {self.salt!r}; use an int", parameter="salt", value=self.salt)
-        if self.init is not None and not (isinstance(self.init, Real) and 0 <= float(self.init) < float("inf")):
-            raise BadInput(f"init is {self.init!r}; use the bound of uniform first values", parameter="init", value=self.init)
-        for name in ("rows", "admit_after", "shared", "half_life"):
-            object.__setattr__(self, name, int(getattr(self, name)))
-        object.__setattr__(self, "salt", int(self.salt) & ((1 << 64) - 1))
-        object.__setattr__(self, "ttl", None if self.ttl is None else int(self.ttl))
-        object.__setattr__(self, "init", None if self.init is None else float(self.init))
-
-    @property
-    def own(self) -> int:
-        """Rows that ids have to themselves."""
-        return self.rows - self.shared
-
-    @property
-    def bound(self) -> float:
-        """Bound of the first values of rows."""
-        return self.own**-0.5 if self.init is None else self.init
-
-
-def _check_int(name: str, value: object, low: int, high: int, why: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise BadInput(f"{name} is {value!r}; use an int from {low} to {high}{why}", parameter=name, value=value, needed=low)
 
 
 Evicted = Callable[[Tensor, Tensor], None]  # gets ids and the values of their rows
@@ -140,17 +94,22 @@ class KeyTable:
         self, policy: ElasticRows, key: int, device: torch.device | str = "cpu", buckets: range | None = None
     ) -> None:  # fmt: skip
         self.policy, self.buckets = policy, range(-(-policy.own // K.BUCKET)) if buckets is None else buckets
-        rules = (policy.own, policy.shared, signed(key), policy.half_life, policy.evict == "lru")
+        rules = (policy.own, policy.others, signed(key), policy.half_life, policy.evict == "lru")
         self.rules = KeyRules(*rules, first=K.BUCKET * self.buckets.start)
         self.on_evict: Evicted | None = None
         self.moved: list[Tensor] | None = None  # rows whose id changed since they were published
         self.gpu_steps = 0  # of this process
+        if policy.admit_chance < 1.0 and torch.device(device).type == "cuda":
+            message = f"admit_chance is {policy.admit_chance}, which GPUs do not have yet; use admit_after"
+            raise BadInput(message, parameter="admit_chance", value=policy.admit_chance)
         words, rows = K.BUCKET // 4, max(0, min(policy.own, K.BUCKET * self.buckets.stop) - self.rules.first)
         zeros = huge_page_zeros if torch.device(device).type == "cpu" else partial(torch.zeros, device=device)
         self.keys, self.last = zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.int32)
         self.tags, self.heat = (zeros(words * len(self.buckets), dtype=torch.int32) for _ in range(2))
         self.sketch = zeros(K.DEPTH * K.CELLS // 4 * len(self.buckets), dtype=torch.int32)
         self.counts = torch.zeros(WINDOW + 1, dtype=torch.int64, device=device)
+        unset = [-math.inf] * (_MARKS + 2) + [0.0] * (_MARKS + 2)  # times of marks, the newest first, and their steps
+        self.clock = None if policy.max_age is None else torch.tensor(unset, dtype=torch.float64)
 
     @property
     def arrays(self) -> KeyArrays:
@@ -158,7 +117,8 @@ class KeyTable:
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state by name."""
-        return {**self.arrays._asdict(), "counts": self.counts}
+        clock = {} if self.clock is None else {"clock": self.clock}
+        return {**self.arrays._asdict(), "counts": self.counts, **clock}
 
     @property
     def bytes(self) -> int:
@@ -209,6 +169,9 @@ class KeyTable:
 
         With `protect`, rows that were used since the last step without it stay: gradients for them may still come.
         """
+        if self.clock is not None and self.clock[0] == -math.inf:
+            message = "max_age needs the time of the log; call elastic().advance(now) before the first training step"
+            raise BadInput(message, parameter="max_age", value=self.policy.max_age)
         self.rebase()
         counts = self.counts.numpy()
         counts[STEPS] += 1
@@ -236,7 +199,7 @@ class KeyTable:
         ids_U, counts_U = ids_M.unique(return_counts=True)
         heat_U = kernels.count(arrays, rules, ids_U, counts_U)
         self._age_sketch(ids_M.numel())
-        ready_U = heat_U >= self.policy.admit_after
+        ready_U = (heat_U >= self.policy.admit_after) & self._drawn(ids_U, counts_U)
         ids_C = ids_U[ready_U]
         went_E = self.keys[expired_E - rules.first]
         rows_C, before_C, left_C = kernels.place(
@@ -252,6 +215,41 @@ class KeyTable:
         counts[REFUSED] += ids_C.numel() - moved.came_K.numel()
         counts[WAITING] = ids_U.numel() - moved.came_K.numel()
         return moved
+
+    def _drawn(self, ids_U: Tensor, counts_U: Tensor) -> Tensor:
+        """Which ids the chance of their lookups in this step admits: a function of id, step and salt."""
+        if self.policy.admit_chance == 1.0:
+            return torch.ones_like(ids_U, dtype=torch.bool)
+        missed = [(1.0 - self.policy.admit_chance) ** n for n in range(K.MOST + 1)]  # no id admitted by n lookups
+        least_N = torch.tensor([int(each * (1 << 32)) for each in missed], device=ids_U.device)
+        draws_U = right(hash_ids(hash_ids(ids_U, self.rules.key), signed(int(self.counts[STEPS]) ^ _CHANCE_KEY)), 32)
+        return draws_U >= least_N[counts_U.clamp(max=K.MOST)]
+
+    def advance(self, now: float) -> Moved:
+        """Set the time of the log, and free the rows whose ids were not looked up for `max_age` of it.
+
+        A mark is a time and the step that it had, 16 in `max_age`; so rows need no times of their own.
+        """
+        clock = self.clock
+        if clock is None:
+            message = "this table has no time to live in the log's own time; make it with IdMap.elastic(..., max_age=...)"
+            raise BadInput(message, parameter="max_age")
+        if not math.isfinite(now):
+            raise BadInput(f"now is {now!r}; use the time of the log, as in elastic().advance(1700000000.0)", parameter="now")
+        age, clock = self.policy.max_age, clock.view(2, -1)
+        assert age is not None
+        if now < float(clock[0, 0]) + age / _MARKS:
+            return _NONE
+        clock.copy_(clock.roll(1, dims=1))
+        clock[:, 0] = torch.tensor([float(now), float(self.counts[STEPS])])
+        steps = clock[1, clock[0] <= now - age]
+        went_E, places_E = (
+            self._free(min(int(steps.max()) + 1, int(self.counts[BARRIER]))) if steps.numel() else (_NONE.went_E, _NONE.left_E)
+        )
+        self.counts[EXPIRED] += places_E.numel()
+        self.counts[EVICTED] += places_E.numel()
+        self.note_moved(places_E)
+        return _NONE._replace(went_E=went_E, left_E=places_E)
 
     def pin(self, ids: Tensor) -> Moved:
         """Give ids a row, if they have none, and keep it for good."""
@@ -297,20 +295,26 @@ class KeyTable:
         ttl = self.policy.ttl
         if ttl is None or step % self.sweep:
             return _NONE.left_E
+        return self._free(min(step - ttl, barrier))[1]
+
+    def _free(self, before: int) -> tuple[Tensor, Tensor]:
+        """Free the rows that were last used before a step: (their ids, the rows)."""
         tags = as_bytes(self.tags)[: self.keys.numel()]
-        places_E = ((self.last != K.PINNED) & (self.last < min(step - ttl, barrier)) & (tags != 0)).nonzero()[:, 0]
+        places_E = ((self.last != K.PINNED) & (self.last < before) & (tags != 0)).nonzero()[:, 0]
         tags[places_E] = 0
-        return places_E + self.rules.first
+        return self.keys[places_E], places_E + self.rules.first
 
     def rebase(self) -> None:
         """Subtract whole half-lives from all steps before they pass 31 bits."""
         steps, half_life = int(self.counts[STEPS]), self.policy.half_life
-        if steps < _MOST_STEPS:
+        if steps < MOST_STEPS:
             return
         base = steps // 2 // half_life * half_life
         self.last.copy_(torch.where(self.last == K.PINNED, self.last, (self.last - base).clamp(min=0)))
         for field in (STEPS, BARRIER):
             self.counts[field] = max(0, int(self.counts[field]) - base)
+        if self.clock is not None:
+            self.clock.view(2, -1)[1] -= base
 
     def note_moved(self, *rows: Tensor) -> None:
         """Record that these rows have other ids now, for the next publish."""
@@ -363,7 +367,7 @@ class KeyTable:
         kept_K, place_K = order_K[fits_K], place_K[fits_K]
         remap = torch.full((saved.policy.rows,), -1)
         remap[rows_K[kept_K]] = place_K
-        remap[saved.rules.rows :] = own + torch.arange(saved.policy.shared)
+        remap[saved.rules.rows :] = own + torch.arange(saved.policy.others)
         for tensor in self.arrays:
             tensor.zero_()
         self.keys[place_K], self.last[place_K] = ids_K[kept_K], last_K[kept_K]
@@ -372,6 +376,8 @@ class KeyTable:
         self.counts.copy_(saved.counts)
         self.counts[DROPPED] += rows_K.numel() - kept_K.numel()
         self.counts[WINDOW] = 0
+        if self.clock is not None and saved.clock is not None:
+            self.clock.copy_(saved.clock)
         return remap
 
     def begin_rows(self, table: TableRows, ids_K: Tensor, rows_K: Tensor) -> None:
@@ -380,20 +386,11 @@ class KeyTable:
 
     def shared_values(self, dim: int) -> Tensor:
         """Values with which shared rows begin."""
+        if not self.policy.shared:
+            return torch.zeros(self.policy.others, dim, dtype=torch.float32, device=self.keys.device)
         shared_S = torch.arange(self.policy.shared)
         return first_values(shared_S, self.rules.key ^ _SHARED_KEY, dim, self.policy.bound).to(self.keys.device)
 
 
 def _tags(hashes_N: Tensor) -> Tensor:
     return (hashes_N & 255).clamp(min=1).byte()
-
-
-def refuse_elastic(where: str, way: str, **fields: object) -> NoReturn:
-    """Raise for a combination that elastic ids do not have yet."""
-    raise BadInput(f"elastic ids do not work {where} yet; {way}, or use IdMap.hashed", parameter="ids", **fields)
-
-
-def refuse_export(elastic: bool) -> None:
-    """Raise for state dicts of other libraries, which would have rows without their ids."""
-    if elastic:
-        refuse_elastic("in state dicts of other libraries", "save a checkpoint")

@@ -12,7 +12,7 @@ from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids.reference import signed
 from thermocline.kernels.ops import map_ids_anywhere
 
-from .elastic import ElasticRows, refuse_elastic
+from .elastic_rows import ElasticRows, refuse_elastic
 from .idmap import IdMap, RowRange, SaltedHash
 from .kept_ids import KeptIds
 from .keyed_map import KeyedMap
@@ -61,7 +61,7 @@ class IdMaps:
         if self.keyed:
             ends = offsets[:: (offsets.numel() - 1) // len(self.fields_FM) or 1].tolist()
             for f, each in self.keyed.items() if len(ends) > 1 else ():
-                rows_N[ends[f] : ends[f + 1]] = each.find(ids_N[ends[f] : ends[f + 1]].long())[0]
+                rows_N[ends[f] : ends[f + 1]] = each.look_up(ids_N[ends[f] : ends[f + 1]].long())
         return rows_N
 
 
@@ -81,7 +81,7 @@ def _fields(each: IdMap | None, place: tuple[int, int]) -> list[int]:
     elif isinstance(each.start, ElasticRows):
         field[M.START], field[M.START_ROWS], field[M.START_KEY] = (
             M.HASHED,
-            each.start.shared,
+            each.start.others,
             signed(SaltedHash(1, each.start.salt).key),
         )
     if each.kept is not None and each.others is not None:

@@ -38,7 +38,7 @@ from torch import Tensor
 from thermocline.errors import BadInput, FormatError
 from thermocline.kernels.ids.fields import GOLDEN, MIX1, MIX2, VERSION
 
-from .elastic import ElasticRows
+from .elastic_rows import ElasticRows
 from .kept_ids import KeptIds
 
 MOST_ROWS = 1 << 40
@@ -130,7 +130,8 @@ class IdMap:
     @classmethod
     def elastic(
         cls, rows: int, *, admit_after: int = 1, shared: int = 16, evict: str = "lfu", half_life: int = 100,
-        ttl: int | None = None, salt: int = 0, init: float | None = None,
+        ttl: int | None = None, salt: int = 0, init: float | None = None, admit_chance: float = 1.0,
+        max_age: float | None = None,
     ) -> IdMap:  # fmt: skip
         """Let ids come and go: a module gives rows to ids while it trains, and takes them from cold ones when they run out.
 
@@ -140,17 +141,19 @@ class IdMap:
         Args:
             rows: rows of the table, `shared` ones included.
             admit_after: lookups after which an id gets a row of its own, 1 to 255; estimated in bounded memory, never too low.
-            shared: rows at the end of the table for all other ids.
+            shared: rows at the end of the table for all other ids. With 0 these read zeros, from one row, and train nothing.
             evict: which row of a full bucket goes: "lfu", with counts that halve every `half_life` steps, or "lru".
             half_life: steps; a small part of those that an id lives. Too few are better than too many: few mean "lru".
             ttl: steps without a lookup after which an id loses its row; by default none does.
             salt: seed of the hash and of first values.
             init: the rows of new ids are uniform in [-init, init), by id and salt; default: 1 / sqrt(rows for ids).
+            admit_chance: chance of each lookup to admit its id, beside `admit_after`; drawn by id, step and salt.
+            max_age: time without a lookup after which an id loses its row, in the log's own time: `elastic().advance(now)`.
 
         Raises:
             BadInput: an argument has a wrong type or value; `error.parameter` names it.
         """
-        return cls(ElasticRows(rows, admit_after, shared, evict, half_life, ttl, salt, init))
+        return cls(ElasticRows(rows, admit_after, shared, evict, half_life, ttl, salt, init, admit_chance, max_age))
 
     def prune(self, kept: KeptIds | Tensor | NDArray[Any] | Iterable[int], fallback: int = 1, salt: int = 0) -> IdMap:
         """Apply this map, then `pruned`."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .elastic import ElasticRows, KeyTable, MovedIds
+from .elastic import KeyTable, MovedIds
+from .elastic_rows import ElasticRows
 from .gpu_keys import rows_of
 from .idmap import IdMap, SaltedHash
 
@@ -22,6 +23,7 @@ class KeyedMap(IdMap):
 
     keys: KeyTable | None = field(default=None, compare=False, repr=False)
     moved: MovedIds | None = field(default=None, compare=False, repr=False)  # not in `keys` yet
+    looked_up: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64), compare=False, repr=False)
 
     @classmethod
     def of(cls, map: IdMap, keys: KeyTable) -> KeyedMap:
@@ -31,6 +33,17 @@ class KeyedMap(IdMap):
     @property
     def bytes(self) -> int:
         return 0 if self.keys is None else self.keys.bytes
+
+    @property
+    def used(self) -> int:
+        """Ids with a row of their own."""
+        return 0 if self.keys is None else self.keys.occupied().numel()
+
+    def look_up(self, ids_N: Tensor) -> Tensor:
+        """The row of each id. Counts the ids, and those without a row of their own, in `looked_up`."""
+        rows_N, own_N = self.find(ids_N)
+        self.looked_up.add_(torch.tensor([ids_N.numel(), ids_N.numel() - int(own_N.sum())]))
+        return rows_N
 
     def find(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
         """(the row of each id, whether it is the id's own)."""

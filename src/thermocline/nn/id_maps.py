@@ -7,8 +7,7 @@ belong to other ids.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.ids import gpu_keys
-from thermocline.ids.elastic import ElasticRows, Evicted, KeyTable, Moved, MovedIds, refuse_elastic
+from thermocline.ids.elastic import Evicted, KeyTable, Moved, MovedIds
+from thermocline.ids.elastic_rows import ElasticRows, refuse_elastic
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap, RowRange, SaltedHash
 from thermocline.ids.keyed_map import KeyedMap
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from thermocline.rows.arena import Arena
 
     from .rows_module import RowsModule
+
+
+Factors = tuple[Tensor | None, Tensor | None]
 
 
 def check_map(map: IdMap, rows: int, table: str, feature: str) -> None:
@@ -97,6 +100,10 @@ class FeatureMaps(IdMaps):
         """Rows of the ids of all features. In train(), new ids get rows and cold ones lose theirs, once in each forward."""
         return self(ids_N, offsets)
 
+    def factors(self, rows_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: str) -> Factors:
+        """Weights of the lookups of a batch that trains, and factors of unpooled rows: 0 for ids that read zeros."""
+        return weights_N, None
+
     def name(self, error: IdOutOfRange, tables: Sequence[str]) -> IdOutOfRange:
         """The error with its feature and table named, if one of these maps raised it."""
         if error.table is None and error.feature < len(self.features):
@@ -149,12 +156,8 @@ class ElasticMaps(FeatureMaps):
 
     def totals(self) -> dict[str, int]:
         states = [keys.state() for keys in self.keys]
-        names = {
-            "ids_admitted": "admitted",
-            "ids_evicted": "evicted",
-            "id_lookups": "lookups",
-            "shared_lookups": "shared_lookups",
-        }
+        names = {"id_lookups": "lookups", "shared_lookups": "shared_lookups"}
+        names |= {f"ids_{field}": field for field in ("used", "admitted", "evicted", "expired", "refused", "waiting")}
         return {name: sum(int(state[field]) for state in states) for name, field in names.items()}
 
     def replaced(self) -> None:
@@ -186,7 +189,7 @@ class ElasticMaps(FeatureMaps):
             return
         for (table, first), keys in zip(self.places, self.keys, strict=True):
             values_SD = keys.shared_values(module.arena.tables[table].dim)
-            shared_S = torch.arange(keys.policy.shared, device=values_SD.device)
+            shared_S = torch.arange(keys.policy.others, device=values_SD.device)
             module.arena.write(table, first + keys.rules.rows + shared_S, values_SD)
 
     def wait_for_backward(self) -> None:
@@ -218,6 +221,30 @@ class ElasticMaps(FeatureMaps):
         if module.training and placeholder.requires_grad and current_pass() < 0:
             return K.PROTECTED_STEP if placeholder.open or placeholder.pending is not None else K.STEP
         return K.READ_TO_TRAIN if placeholder.requires_grad and torch.is_grad_enabled() else K.READ
+
+    def factors(self, rows_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: str) -> Factors:
+        zeros = {
+            f: place[1] + keys.rules.rows for place, users, keys in self._tables() if not keys.policy.shared for f in users
+        }
+        if not zeros:
+            return weights_N, None
+        if mode not in ("sum", "none"):
+            message = f"ids that read zeros (shared=0) need mode='sum' or 'none', not {mode!r}; use shared=1 or more"
+            raise BadInput(message, parameter="shared", value=0, mode=mode)
+        if len(self.maps) == 1:
+            known_N = (rows_N != zeros[0]).float()
+        else:
+            batch = (offsets.numel() - 1) // len(self.maps)
+            ends = offsets[::batch].tolist() if batch else [0] * (len(self.maps) + 1)
+            known_N = torch.ones(rows_N.numel(), dtype=torch.float32, device=rows_N.device)
+            for f, row in zeros.items():
+                known_N[ends[f] : ends[f + 1]] = (rows_N[ends[f] : ends[f + 1]] != row).float()
+        if mode == "none":
+            return None, known_N[:, None]
+        return known_N if weights_N is None else weights_N * known_N, None
+
+    def _tables(self) -> Iterator[tuple[tuple[int, int], list[int], KeyTable]]:
+        return zip(self.places, self.users, self.keys, strict=True)
 
     def _look_up(self, module: RowsModule, n: int, ids_N: Tensor) -> Tensor:
         """Rows of ids of one key table, which changes in train()."""
@@ -312,6 +339,24 @@ class ElasticIds:
         rows_N = gpu_keys.rows_of(self._keys, ids.reshape(-1).long().to(self._keys.keys.device).contiguous())
         return torch.where(rows_N < self._keys.rules.rows, rows_N + self._first, -1).view(ids.shape).to(ids.device)
 
+    @property
+    def rule(self) -> ElasticRows:
+        """The arguments of `IdMap.elastic`."""
+        return self._keys.policy
+
+    def advance(self, now: float) -> None:
+        """Set the time of the log, for `max_age`. Call it before a training step, as often as the time changes.
+
+        Args:
+            now: the time of the next batch, in the unit of `max_age`. Earlier times than before change nothing.
+
+        Raises:
+            BadInput: the table has no `max_age`, or `now` is not finite.
+        """
+        maps = self._module.maps
+        assert isinstance(maps, ElasticMaps)
+        maps.replace_rows(self._module, self._n, self._keys.advance(now))
+
     def pin(self, ids: Tensor) -> None:
         """Give ids rows of their own, which they keep; raises `BadInput` if their buckets have no room."""
         check_integers(ids)
@@ -361,31 +406,3 @@ def _check_shared(features: Sequence[str], maps: Sequence[IdMap], tables: Sequen
                 "elastic rows need the same map for all features, or tables of their own"
             )
             raise BadInput(message, parameter="ids", features=(features[f], features[g]), value=(a, b))
-
-
-def maps_as_text(maps: FeatureMaps | None) -> Tensor | None:
-    """The maps as a `state_dict` holds them."""
-    if maps is None:
-        return None
-    written = {name: map.to_json() for name, map in zip(maps.features, maps.maps, strict=True)}
-    return torch.tensor(list(json.dumps(written, sort_keys=True).encode()), dtype=torch.uint8, device="cpu")
-
-
-def difference(maps: FeatureMaps | None, saved: Tensor | None) -> str:
-    """How saved maps differ from those of the module; empty if they are equal, or none are saved."""
-    here = maps_as_text(maps)
-    if saved is None or (here is not None and torch.equal(saved.cpu(), here)):
-        return ""
-    theirs, ours = (_read(text) for text in (saved, here))
-    name = next((name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)), None)
-    if name is None:
-        return ""
-    there, own = (maps.get(name, "none") for maps in (theirs, ours))
-    return f"feature {name!r} was saved with the id map {there}, this module has {own}; build it with the saved map"
-
-
-def _read(text: Tensor | None) -> Mapping[str, object]:
-    try:
-        return {} if text is None else dict(json.loads(bytes(text.cpu().tolist())))
-    except ValueError:
-        return {"": "that cannot be read"}

@@ -45,14 +45,15 @@ from .backward_pass import OpenLookup, OpenRows
 from .config import RowConfig, TableRequest, arena_text, make_arena
 from .device_moves import as_integers, check_keeps, materialize, move_tensors
 from .heat_profile import heat_of
-from .id_maps import ElasticIds, FeatureMaps, elastic_ids, maps_as_text
+from .id_maps import ElasticIds, FeatureMaps, elastic_ids
 from .inputs import Given, check_integers, check_is_tensor, is_transformed, refuse_torchscript, refuse_transforms
 from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
 from .optimizer import FusedOptimizer, Trained, deferred_lookup
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
 from .read_only import StoredArray
-from .saved_rows import load_state, unpack
+from .saved_maps import maps_as_text
+from .saved_rows import load_state, unpack, without_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -128,6 +129,9 @@ class RowsModule(nn.Module):
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
         try:
             rows = ids if maps is None else maps.admit(self, ids, offsets) if elastic else maps(ids, offsets)
+            factors = None
+            if elastic and trains and maps is not None:
+                weights, factors = maps.factors(rows, offsets, weights, mode)
             call = LookupCall(rows, offsets, weights, F.MODES.index(mode), kernel_dtype)
             if not trains:
                 out = ops.lookup(arena.arrays, call, padding=padding)
@@ -144,6 +148,8 @@ class RowsModule(nn.Module):
             if maps is None:
                 raise
             raise maps.name(error, [arena.tables[table].name for table in arena.features]) from None
+        if factors is not None:
+            out = out * factors.to(out.dtype)
         return out.double() if dtype == torch.float64 else out
 
     def prefetched(
@@ -336,7 +342,7 @@ class RowsModule(nn.Module):
         return arena_text(self.arena)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name, tensor in vars(self._state).items():
+        for name, tensor in ({} if without_rows.get() else vars(self._state)).items():
             destination[prefix + name] = tensor
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from thermocline.errors import BadInput
 
-from .id_maps import difference
+from .saved_maps import difference
 
 if TYPE_CHECKING:
     from .rows_module import RowsModule
 
 ROW_STATE = "row_state"
+without_rows: ContextVar[bool] = ContextVar("without_rows", default=False)  # whether a `state_dict` leaves out rows modules
 
 
 def pack(arrays: Mapping[str, Tensor]) -> Tensor:

@@ -35,6 +35,14 @@ class ShardStatus(NamedTuple):
     pid: int
 
 
+class ElasticCounts(NamedTuple):
+    """Lookups of a feature whose ids came and went in training, those without a row of their own, and the ids with one."""
+
+    lookups: int
+    unknown: int
+    ids: int
+
+
 class ServableModel(Protocol):
     """A loaded model.
 
@@ -43,7 +51,7 @@ class ServableModel(Protocol):
 
     Optional members: `load(folder)` and `follow()` change the version in place (`server/model_repository.py`); `waits` is true
     if `infer` waits for other hosts (`server/dynamic_batcher.py`); `wire_lookup()` returns the kernels of the fast path
-    (`server/fast_path.py`).
+    (`server/fast_path.py`); `current.id_counts` has `ElasticCounts` by feature.
     """
 
     @property

@@ -7,7 +7,7 @@ rows from (seed, step, row, column), the order of shuffled samples and negatives
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from thermocline.data.click_files import CRITEO, ClickColumns, FileLog, open_log
 from thermocline.data.click_log import ClickLog, heat_of
+from thermocline.data.id_rows import RawIds
 from thermocline.data.sequence_files import open_sequences
 from thermocline.data.sequences import SequenceLog
 from thermocline.data.synthetic import SyntheticLog, table_rows
@@ -88,12 +89,14 @@ class DLRMSettings(RunSettings):
     `test` is a file to test on; without it, the last fifth of `data` is the test part. `columns` names the columns of
     files, and `skip_bad` bad lines of each are left out. A synthetic log has `samples` training samples over `rows` rows. With
     precision "auto", `budget` ("2GiB") limits rows and cache. `residency` "host" keeps tables in host memory. `warm` fills the
-    cache with the hottest rows of the training part. `stochastic` False rounds rows to nearest.
+    cache with the hottest rows of the training part. `stochastic` False rounds rows to nearest. With `elastic`, ids of `data`
+    come and go in that many rows of each table.
     """
 
     test: Path | None = None
     columns: ClickColumns = CRITEO
     skip_bad: int = 0
+    elastic: int | None = None
     samples: int = 400_000
     rows: int = 100_000
     budget: str | None = None
@@ -110,34 +113,51 @@ class DLRMSettings(RunSettings):
             words = f"precision is {self.precision!r} and budget {self.budget!r}"
             way_out = "precision 'auto' needs a budget for rows and cache, such as 2GiB, and other precisions take none"
             raise BadInput(f"{words}; {way_out}", parameter="budget", value=self.budget)
+        if self.elastic is not None and (self.data is None or self.hashed is not None or self.warm):
+            words = f"elastic is {self.elastic}; it takes the ids of a file, and works neither with hashed nor with warm"
+            raise BadInput(words, parameter="elastic", value=self.elastic)
         if self.test is not None and self.data is None:
             raise BadInput(f"test is '{self.test}' but data is missing; give the file to train on", parameter="data")
 
     def logs(self) -> tuple[ClickLog, ClickLog]:
         """The training and the test part."""
         if self.data is not None:
-            return open_log(
-                self.data, self.test, self.hashed, self.seed, columns=self.columns, skip_bad=self.skip_bad
-            )  # fmt: skip
+            raw, about = self.elastic is not None, (self.columns, self.skip_bad)
+            logs = open_log(self.data, self.test, self.hashed, self.seed, raw, *about)
+            return (self._with_rows(logs[0]), self._with_rows(logs[1])) if raw else logs
         rows, test = table_rows(self.rows), max(1, self.samples // TRAIN_PER_TEST)
         made = SyntheticLog(rows, self.samples, self.seed, device=self.device)
         return made, SyntheticLog(rows, test, self.seed, first=self.samples, device=self.device)
 
+    def _with_rows(self, log: ClickLog) -> ClickLog:
+        """A log with raw ids, for elastic tables."""
+        if not isinstance(log, FileLog) or self.elastic is None:
+            words = f"'{self.data}' holds pairs, whose ids do not come and go; elastic needs --label and --ids"
+            raise BadInput(words, parameter="elastic", value=self.elastic)
+        return replace(log, ids=RawIds((self.elastic,) * len(log.names)))
+
     def model(self, log: ClickLog) -> DLRM:
         """The model at its start, for the tables and dense features of a training log."""
+        ids = None if self.elastic is None else IdMap.elastic(self.elastic, salt=self.seed)
         names = dict(zip(log.names, log.rows, strict=True))
         no_cache = isinstance(self.precision, Mapping) or (self.precision == AUTO and not self.cache)
         tables = self._collection(
-            [Table(name, count, self.dim) for name, count in names.items()], ONE_RANK, stochastic=self.stochastic,
+            [Table(name, count, self.dim, ids=ids) for name, count in names.items()], ONE_RANK, stochastic=self.stochastic,
             budget=self.budget, residency=self.residency, cache=None if no_cache else self.cache,
         )  # fmt: skip
         if self.warm:  # before rows are set, so that hot rows are not rounded
             tables.warm(dict(zip(names, heat_of(log), strict=True)))
-        initialize(tables, names, self.dim, self.seed, self.device)
+        if ids is None:
+            initialize(tables, names, self.dim, self.seed, self.device)
         return self.model_of(tables, len(names), log.dense)
 
     def planned(self, train: ClickLog, test: ClickLog, ranks: TrainingRanks) -> tuple[ClickLog, ClickLog, DLRM]:
         """Logs and model under the plan of `ranks`. A plan knows raw ids, so id maps of the tables map the ids of a file."""
+        if self.elastic is not None:
+            words = (
+                f"elastic is {self.elastic}, and a plan is given; train without one, or shard_ the model in a loop of your own"
+            )
+            raise BadInput(words, parameter="elastic", value=self.elastic)
         rows = train.rows
         maps: tuple[IdMap | None, ...] = (None,) * len(rows)
         if isinstance(train, FileLog) and isinstance(test, FileLog):

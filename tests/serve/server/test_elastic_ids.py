@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
+import urllib.request
 
 import numpy as np
 import pytest
@@ -102,6 +104,23 @@ def test_ids_born_in_training_are_answered_over_the_network(saved, server, proto
     assert 0 < asked.as_numpy(names[1]).sum() < ids.numel()
     np.testing.assert_array_equal(plain.as_numpy(feature), asked.as_numpy(feature))
     assert plain.as_numpy(names[1]) is None and {"seen.known", "bought.known"} < {each["name"] for each in listed["outputs"]}
+
+
+def test_metrics_count_the_ids_without_a_row(saved, server):
+    def read():
+        with urllib.request.urlopen(f"http://{server[0]}/metrics") as answer:
+            text = answer.read().decode()
+        names = ("elastic_lookups_total", "unknown_ids_total", "elastic_ids")
+        return [float(re.search(rf'thermocline_{name}{{feature="shop",model="tables"}} (\S+)', text)[1]) for name in names]
+
+    ids, before = some_ids(saved[0], "shop", 4), read()
+    tensor = over_http.InferInput("shop", [ids.numel()], "INT64")
+    tensor.set_data_from_numpy(ids.numpy())
+    with over_http.InferenceServerClient(server[0]) as client:
+        client.infer("tables", [tensor], outputs=[over_http.InferRequestedOutput("shop")])
+    lookups, unknown, known = read()
+    assert lookups - before[0] == ids.numel() and known == saved[0].elastic("shop").state()["used"]
+    assert unknown - before[1] == int((saved[0].elastic("shop").rows_of(ids) < 0).sum()) > 0
 
 
 def test_served_bags_and_reads_of_several_features_agree_with_the_module(saved):

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thermocline.errors import BadInput
 from thermocline.nn.rows_module import RowsModule
+from thermocline.nn.saved_rows import without_rows
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 
@@ -24,7 +25,11 @@ Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of all modules except rows modules, without a copy."""
     rows = tuple(name + "." if name else "" for name, module in model.named_modules() if isinstance(module, RowsModule))
-    found = {_unwrapped(model, name): value for name, value in model.state_dict().items() if not name.startswith(rows)}
+    token = without_rows.set(True)  # the state_dict of a shard is collective work, and refuses elastic ids
+    try:
+        found = {_unwrapped(model, name): value for name, value in model.state_dict().items() if not name.startswith(rows)}
+    finally:
+        without_rows.reset(token)
     for name, value in found.items():
         if not isinstance(value, Tensor):
             raise BadInput(

@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from thermocline.serve.served_model import ShardStatus
+from thermocline.serve.served_model import ElasticCounts, ShardStatus
 
 if TYPE_CHECKING:
     from thermocline.serve.publishing.staleness import Staleness
@@ -132,6 +132,7 @@ class ModelSnapshot:
     queued: int
     shards: tuple[ShardStatus, ...]
     staleness: Staleness | None = None  # of a model that was published to
+    elastic: Mapping[str, ElasticCounts] = field(default_factory=dict)  # by feature
 
     @property
     def imbalance(self) -> float:
@@ -201,12 +202,26 @@ class ServerMetrics:
             queued.add_metric((model.name,), model.queued)
             version.add_metric((model.name, model.version.partition("+")[0]), 1)  # publishes would be a series each
         yield from self._publishes()
+        yield from self._elastic_ids()
         yield from (seconds, answered, ids, batches, lookups, ready, held, imbalance, queued, version)
         yield GaugeMetricFamily("thermocline_in_flight_bytes", "Requests and responses in memory.", self.in_flight())
         dropped = CounterMetricFamily("thermocline_dropped_connections", "Connections closed by reason.", labels=("reason",))
         for reason in DROP_REASONS:
             dropped.add_metric((reason,), self.dropped[reason])
         yield dropped
+
+    def _elastic_ids(self) -> Iterator[Metric]:
+        """Lookups of features whose ids came and went in training."""
+        names = ("model", "feature")
+        lookups = CounterMetricFamily("thermocline_elastic_lookups", "Lookups of elastic ids.", labels=names)
+        unknown = CounterMetricFamily("thermocline_unknown_ids", "Those of ids without a row of their own.", labels=names)
+        ids = GaugeMetricFamily("thermocline_elastic_ids", "Elastic ids with a row of their own.", labels=names)
+        for model in self.watch():
+            for feature, counts in model.elastic.items():
+                lookups.add_metric((model.name, feature), counts.lookups)
+                unknown.add_metric((model.name, feature), counts.unknown)
+                ids.add_metric((model.name, feature), counts.ids)
+        yield from (lookups, unknown, ids)
 
     def _publishes(self) -> Iterator[Metric]:
         """What servers know of the trainers that publish to them."""

@@ -151,7 +151,8 @@ class ModelRepository:
             publishes = getattr(each.model, "publishes", None)
             staleness = None if publishes is None else publishes.staleness()
             queued = each.batcher.queued + self.metrics.of(each.model.name).queued_in_fronts
-            yield ModelSnapshot(each.model.name, each.version, queued, shards, staleness)
+            counts = getattr(getattr(each.model, "current", None), "id_counts", {})
+            yield ModelSnapshot(each.model.name, each.version, queued, shards, staleness, counts)
 
     @property
     def ready(self) -> bool:

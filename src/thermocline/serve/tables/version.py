@@ -34,6 +34,7 @@ from thermocline.kernels.serve import fields as S
 from thermocline.kernels.serve import gather_pool
 from thermocline.kernels.serve.fields import ServedBags, ShardedTables, ShardMissing
 from thermocline.serve.errors import ShardDown
+from thermocline.serve.served_model import ElasticCounts
 
 from .reader_pins import ReaderPin
 from .row_split import Rows, TableSplit
@@ -120,11 +121,12 @@ class TableVersion:
         """The kernels of the server's fast path, for tables on this machine's CPU without elastic ids."""
         if self.device.type != "cpu" or self.fetch is not None or self.elastic:
             return None
+        maps = self.maps
         from thermocline.kernels.serve.wire_cpu import WireLookup  # deferred: imports numba, which a GPU server does not need
 
-        maps = None if self.maps is None else (self.maps.fields_FM, self.maps.words, self.maps.counts)
+        arrays = None if maps is None else (maps.fields_FM, maps.words, maps.counts)
         modes = [self.modes[each] for each in self.features]
-        return WireLookup(self.placed, self.features, modes, maps, self.tally_S, self.pin)
+        return WireLookup(self.placed, self.features, modes, arrays, self.tally_S, self.pin)
 
     def known(self, feature: int, ids_N: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which ids of an elastic feature have rows of their own."""
@@ -136,6 +138,12 @@ class TableVersion:
     def elastic(self) -> frozenset[int]:
         """Numbers of the features with elastic ids."""
         return frozenset(() if self.maps is None else self.maps.keyed)
+
+    @property
+    def id_counts(self) -> dict[str, ElasticCounts]:
+        """Lookups of the features with elastic ids, since these ids were loaded."""
+        keyed = {} if self.maps is None else self.maps.keyed
+        return {self.features[n]: ElasticCounts._make([*each.looked_up.tolist(), each.used]) for n, each in keyed.items()}
 
     def look_up(self, bags: ServedBags, out: Tensor) -> None:
         """Pool the bags of all features into `out`, and count their lookups. Ids are raw.
