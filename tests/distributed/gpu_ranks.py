@@ -19,7 +19,6 @@ from cases import TABLES, Model, batches, dense_part, exact_loss, heat_of, sizes
 
 import thermocline as tc
 from thermocline.distributed import process_groups as groups
-from thermocline.distributed.comm_stream import CommStream, runs_in_launch_order
 from thermocline.distributed.comm_thread import CommThread
 from thermocline.distributed.exchange import context
 from thermocline.distributed.replanning import migrate
@@ -121,8 +120,7 @@ def both_alone(rank: int, size: int, *given: Any) -> tuple[list[Arrays], list[An
 def _sent_to_itself() -> Iterator[None]:
     def made(nodes: int, cards: int, device: torch.device) -> groups.ProcessGroups:
         comm_thread = CommThread(device)
-        stream = CommStream(device) if device.type == "cuda" and runs_in_launch_order() else None
-        return groups.ProcessGroups(0, 1, 1, *groups._make_groups(1, 1, device, comm_thread), device, comm_thread, stream)
+        return groups.ProcessGroups(0, 1, 1, *groups._make_groups(1, 1, device, comm_thread), device, comm_thread)
 
     with mock.patch.object(groups.ProcessGroups, "make", made), mock.patch.object(groups.RankGroup, "is_single", False):
         yield

@@ -165,11 +165,8 @@ class Emulated:
             for values, (_, dim, features) in zip(tables, TABLES.values(), strict=True):
                 for feature in features:
                     ids, offsets = batch[feature]
-                    out = torch.zeros(size, dim)
-                    for bag in range(size):
-                        for row in ids[offsets[bag] : offsets[bag + 1]].tolist():
-                            out[bag] += values[row]
-                    columns.append(out)
+                    bag_N = torch.arange(size).repeat_interleave(offsets.diff())
+                    columns.append(torch.zeros(size, dim).index_add_(0, bag_N, values[ids]))  # in the order of the ids
             outs.append(torch.cat(columns, dim=1).numpy())
         return outs
 
@@ -178,11 +175,11 @@ class Emulated:
         row_index = self.shards[0][0]
         rows = torch.arange(row_index.maps[table].rows)
         where = row_index.locate(rows + row_index.first[table])
-        found = [
-            self.shards[home][1].read(int(where.part_N[n]), where.index_N[n : n + 1])[0]
-            for n, home in enumerate(where.home_N.tolist())
-        ]
-        return torch.stack(found)
+        found = torch.empty(len(rows), list(TABLES.values())[table][1])
+        for home, part in {*zip(where.home_N.tolist(), where.part_N.tolist(), strict=True)}:
+            mine_N = (where.home_N == home) & (where.part_N == part)
+            found[mine_N] = self.shards[home][1].read(part, where.index_N[mine_N])
+        return found
 
     def holds(self, rank, tier, home):
         return tier == 1 or (home == rank if tier == 3 else home % self.cards == rank % self.cards)

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -226,11 +227,15 @@ class ProcessGroups:
     cross_node: RankGroup  # the ranks with this local rank on all nodes
     device: torch.device
     comm_thread: CommThread
-    comm_stream: CommStream | None = None  # under NCCL, where exchanges may overlap
 
     @property
     def size(self) -> int:
         return self.nodes * self.local_size
+
+    @cached_property
+    def comm_stream(self) -> CommStream | None:
+        """The stream of exchanges under NCCL, where they may overlap."""
+        return CommStream(self.device) if self.world.sends_from.type == "cuda" and runs_in_launch_order() else None
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -249,8 +254,7 @@ class ProcessGroups:
             single = RankGroup((0,), 0, ("card",), None)
             return cls(0, 1, 1, single, single, single, device, comm_thread)
         world, intra_node, cross_node = _make_groups(nodes, local_size, device, comm_thread)
-        comm_stream = CommStream(device) if world.sends_from.type == "cuda" and runs_in_launch_order() else None
-        return cls(dist.get_rank(), nodes, local_size, world, intra_node, cross_node, device, comm_thread, comm_stream)
+        return cls(dist.get_rank(), nodes, local_size, world, intra_node, cross_node, device, comm_thread)
 
     def duplicate(self) -> ProcessGroups:
         """New groups of the same ranks, whose exchanges need no common order with these. Collective."""
