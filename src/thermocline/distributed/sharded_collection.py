@@ -29,9 +29,9 @@ from thermocline.nn.backward_pass import SameTenants, UpdateOnce
 from thermocline.nn.collection import Table
 from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
 from thermocline.nn.many_ranks import refuse_ddp
-from thermocline.nn.prefetch import PrefetchedInput, prefetch_window
+from thermocline.nn.prefetch import AT_ONCE, PrefetchedInput, prefetch_window
 from thermocline.nn.rows_module import RowsModule
-from thermocline.nn.saved_maps import difference, maps_as_text
+from thermocline.nn.saved_rows import difference, maps_as_text
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.memory import MemoryUsage
 from thermocline.rows.training import raise_pending, report_to
@@ -53,7 +53,6 @@ from .shard_source import ShardSource
 from .shard_state import ShardState, arena_shapes, check_rows
 from .sharded_trained import ShardedTrained
 
-AHEAD = 4  # batches that `prefetched` exchanges ahead, as many as on one process
 T = TypeVar("T")
 
 
@@ -188,7 +187,7 @@ class ShardedCollection(RowsModule):
             self.pipeline.next_inputs.append(input)
 
     def prefetched(
-        self, loader: Iterable[T], ids: Callable[[T], Any] | None = None, at_once: int = AHEAD
+        self, loader: Iterable[T], ids: Callable[[T], Any] | None = None, at_once: int = AT_ONCE
     ) -> Iterator[tuple[T, PrefetchedInput]]:
         """Iterate over batches, and prefetch later ones.
 

@@ -262,3 +262,17 @@ def _check_rows(what: str, rows: int) -> int:
     if not (isinstance(rows, Integral) and 1 <= rows <= MOST_ROWS):
         raise BadInput(f"{what} {rows!r} rows; use an int from 1 to 2^40", parameter="rows", value=rows)
     return int(rows)
+
+
+def check_map(map: IdMap, rows: int, table: str, feature: str) -> None:
+    """Raise unless `map` is an `IdMap` to rows of its table."""
+    if not isinstance(map, IdMap):
+        raise BadInput(
+            f"ids of feature {feature!r} is a {type(map).__name__}; use a thermocline.IdMap, as in IdMap.hashed(1000)",
+            parameter="ids", feature=feature, value=map,
+        )  # fmt: skip
+    if map.rows > rows:
+        raise BadInput(
+            f"feature {feature!r} is mapped to {map.rows} rows ({map}), but table {table!r} has {rows}; make them equal",
+            parameter="ids", feature=feature, table=table, needed=map.rows, available=rows,
+        )  # fmt: skip

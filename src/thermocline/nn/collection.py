@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
-from thermocline.ids.idmap import IdMap
+from thermocline.ids.idmap import IdMap, check_map
 from thermocline.kernels.checks import raise_bad_offsets
 from thermocline.rows.table_spec import check_sizes
 
 from .config import UNCACHED, RowConfig, TableRequest, TorchArguments, cache_share, check_rows, read_torch_arguments
 from .heat_profile import counts_of_table
-from .id_maps import FeatureMaps, check_map
+from .id_maps import FeatureMaps
 from .inputs import Given, JaggedIds, Pooled, Unpooled, read_features, tensors_of
 from .precision_tiers import Precision, Tiers
 from .prefetch import PrefetchedInput, PrefetchRequest

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thermocline._lazy import uncompiled
 from thermocline.errors import BadInput, BadMode, BadPadding, IdOutOfRange
-from thermocline.ids.idmap import IdMap
+from thermocline.ids.idmap import IdMap, check_map
 from thermocline.kernels.arguments import LookupCall
 from thermocline.kernels.ops import without_padding
 from thermocline.rows.table_spec import check_sizes
@@ -24,7 +24,7 @@ from thermocline.rows.training import lookup
 from .backward_pass import refuse_capture, trained_weight
 from .config import AUTO, DEFAULT_CACHE, RowConfig, TableRequest, TorchArguments, check_rows, read_torch_arguments
 from .heat_profile import Heat, counts_of_one, read_heat
-from .id_maps import FeatureMaps, check_map
+from .id_maps import FeatureMaps
 from .inputs import check_integers, check_is_tensor, read_jagged
 from .prefetch import PrefetchedInput, PrefetchRequest
 from .read_only import ReadOnlyWeight, refuse_assignment

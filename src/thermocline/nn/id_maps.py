@@ -35,20 +35,6 @@ if TYPE_CHECKING:
 Factors = tuple[Tensor | None, Tensor | None]
 
 
-def check_map(map: IdMap, rows: int, table: str, feature: str) -> None:
-    """Raise unless `map` is an `IdMap` to rows of its table."""
-    if not isinstance(map, IdMap):
-        raise BadInput(
-            f"ids of feature {feature!r} is a {type(map).__name__}; use a thermocline.IdMap, as in IdMap.hashed(1000)",
-            parameter="ids", feature=feature, value=map,
-        )  # fmt: skip
-    if map.rows > rows:
-        raise BadInput(
-            f"feature {feature!r} is mapped to {map.rows} rows ({map}), but table {table!r} has {rows}; make them equal",
-            parameter="ids", feature=feature, table=table, needed=map.rows, available=rows,
-        )  # fmt: skip
-
-
 class FeatureMaps(IdMaps):
     """The id maps of a module's features, by name."""
 

@@ -52,8 +52,7 @@ from .optimizer import FusedOptimizer, Trained, deferred_lookup
 from .placeholder import PlaceholderParameter
 from .prefetch import AT_ONCE, PrefetchedBatches, PrefetchedInput, PrefetchRequest, prefetch_loop
 from .read_only import StoredArray
-from .saved_maps import maps_as_text
-from .saved_rows import load_state, unpack, without_rows
+from .saved_rows import load_state, maps_as_text, unpack, without_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self

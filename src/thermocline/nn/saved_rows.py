@@ -1,7 +1,8 @@
-"""Arrays of a module in a `state_dict`: as tensors of their own, or packed into one beside the plain `weight`."""
+"""Arrays of a module in a `state_dict`, each as a tensor or all packed into one beside the plain `weight`; id maps as text."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,8 @@ from torch import Tensor
 
 from thermocline.errors import BadInput
 
-from .saved_maps import difference
-
 if TYPE_CHECKING:
+    from .id_maps import FeatureMaps
     from .rows_module import RowsModule
 
 ROW_STATE = "row_state"
@@ -86,3 +86,31 @@ def misfit(name: str, tensor: Tensor, value: Tensor) -> str:
     cached = "the version of this package that saved it, or load its rows as `weight`"
     way = cached if name.startswith("cache_") else "the optimizer it was saved with"
     return f"the saved array is {saved}, the module's {here}; build the module with {way}"
+
+
+def maps_as_text(maps: FeatureMaps | None) -> Tensor | None:
+    """The maps as a `state_dict` holds them."""
+    if maps is None:
+        return None
+    written = {name: map.to_json() for name, map in zip(maps.features, maps.maps, strict=True)}
+    return torch.tensor(list(json.dumps(written, sort_keys=True).encode()), dtype=torch.uint8, device="cpu")
+
+
+def difference(maps: FeatureMaps | None, saved: Tensor | None) -> str:
+    """How saved maps differ from those of the module; empty if they are equal, or none are saved."""
+    here = maps_as_text(maps)
+    if saved is None or (here is not None and torch.equal(saved.cpu(), here)):
+        return ""
+    theirs, ours = (_read(text) for text in (saved, here))
+    name = next((name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)), None)
+    if name is None:
+        return ""
+    there, own = (maps.get(name, "none") for maps in (theirs, ours))
+    return f"feature {name!r} was saved with the id map {there}, this module has {own}; build it with the saved map"
+
+
+def _read(text: Tensor | None) -> Mapping[str, object]:
+    try:
+        return {} if text is None else dict(json.loads(bytes(text.cpu().tolist())))
+    except ValueError:
+        return {"": "that cannot be read"}
