@@ -23,6 +23,7 @@ from thermocline.kernels.elastic.fields import (
 )
 
 from .elastic import KeyTable, Moved
+from .elastic_rows import refuse_elastic
 
 _REBASE = 1 << 20  # steps between two looks at their number
 T = TypeVar("T")
@@ -33,6 +34,8 @@ def look_up(keys: KeyTable, batch: GpuBatch, kind: int) -> GpuMoves | None:
     if kind < STEP:
         keys.kernels.find_rows(keys.arrays, keys.rules, keys.counts, batch, kind)
         return None
+    if keys.policy.admit_chance < 1.0:
+        refuse_elastic("with admit_chance on GPUs", "use admit_after")
     keys.gpu_steps += 1
     if keys.gpu_steps % _REBASE == 0:
         keys.rebase()
