@@ -15,7 +15,7 @@ from support import has
 from thermocline.cli import app, main
 from thermocline.errors import BadInput
 from thermocline.heat import Curve
-from thermocline.nn.find_tables import find_tables, load_model
+from thermocline.nn.interop.find_tables import find_tables, load_model
 from thermocline.plan.estimate import AS_GIVEN, CHOICES, estimate_memory
 from thermocline.plan.tables import TablesConfig
 from thermocline.plan.topology import Topology

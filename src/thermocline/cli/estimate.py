@@ -106,7 +106,7 @@ def _read(given: str) -> tuple[TablesConfig, int | None]:
             words = f"{given} is a Python file; name its model too, as in {given}:Model"
             raise BadInput(words, parameter="tables", value=given)
         return TablesConfig.load(given), None
-    from thermocline.nn.find_tables import find_tables, load_model, optimizers
+    from thermocline.nn.interop.find_tables import find_tables, load_model, optimizers
 
     model = load_model(path, name)
     tables, used = find_tables(model), optimizers(model)

@@ -3,8 +3,7 @@
 Every lookup is collective: all ranks call forward for each batch, and backward if the others do, with any number of samples.
 Ranks exchange step headers first. If their operations differ, or one rank failed, all of them raise instead of pending.
 
-Gradients are exchanged in the background where the backend allows it (`exchange/pipeline.py`). `wait_for_exchange` waits until
-rows are up to date; every method that reads or writes rows calls it.
+Gradients travel in the background where the backend allows it; methods that read or write rows call `wait_for_exchange` first.
 """
 
 from __future__ import annotations

@@ -109,5 +109,5 @@ def _pictures(one: IdTurnover) -> list[Html]:
     curve = [(float(each.rows), each.kept) for each in one.tables]
     rows = Axis(curve[0][0], max(curve[-1][0], curve[0][0] + 1), "rows", log=True)
     kept = lines(f"Rows for {one.name}", [Line("kept", curve, marks=True)], rows, Axis(0.0, 1.0, "lookups kept", share))
-    words = "Lookups of ids seen before that found a row of their own, in a table of so many rows."
+    words = "Lookups of ids seen before that found a row of their own, in a table of this size."
     return [figure("Births and deaths", lives), figure("Rows", kept, words)]

@@ -66,7 +66,7 @@ def _unit(sizes: list[int]) -> int:
 
 
 def _tiling(elements: int) -> tuple[int, int]:
-    """(rows, columns) of a tile for rows of at most so many elements."""
+    """(rows, columns) of a tile for rows of at most this number of elements."""
     block = min(power_of_two(max(1, elements)), ELEMENTS // 2)
     return max(1, ELEMENTS // block), block
 

@@ -17,8 +17,7 @@ from torch import nn
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
-
-from .rows_module import RowsModule
+from thermocline.nn.rows_module import RowsModule
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
