@@ -55,8 +55,9 @@ def _race_keys(recorder: Recorder, device: str, rows: int, count: int, load: flo
 
     times = interleave({"ours": fresh_chunk(device, lambda ids: _step(keys, ids), draw)}, ROUNDS, {"ours": ITERATIONS})["ours"]
     speed = count / 1e3 / times.median
-    peer, wanted, ratio = ("asked", goal, speed / goal) if device == "cuda" else (None, None, None)
-    recorder.add(f"{device}/find-or-insert/load {load}", speed, "M keys/s", peer, wanted, ratio, times.spread)
+    ratio = speed / goal if device == "cuda" else None
+    peer, value = ("published", goal) if device == "cuda" else (None, None)
+    recorder.add(f"{device}/find-or-insert/load {load}", speed, "M keys/s", peer, value, ratio, times.spread)
 
 
 def _race(recorder: Recorder, shape: Shape, device: str) -> None:
