@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline import formats as F
@@ -235,11 +237,27 @@ def arena_rows(layout: Layout, ids_N: Tensor, offsets: Tensor) -> Tensor:
     """The arena row of every lookup with an id in range."""
     fields_F8, count = layout.fields_F8, ids_N.numel()
     features = fields_F8.shape[0]
+    ends_F = offsets[:: max(1, (offsets.numel() - 1) // features)][1:]
+    if ids_N.device.type == "cpu" and not torch.compiler.is_compiling():
+        row_N = ids_N.to(torch.int64, copy=True)
+        if _add_first_rows(row_N.numpy(), fields_F8[:, [F.ROW, F.ROWS]].tolist(), ends_F.tolist()):
+            return row_N
     first_N, rows_N = fields_F8[:1, F.ROW], fields_F8[:1, F.ROWS]
-    if features > 1 and count:  # a part for each feature: a search for each id took a sixth of a step
-        ends_F = offsets[:: max(1, (offsets.numel() - 1) // features)][1:]
+    if features > 1 and count:
         counts_F = ends_F.diff(prepend=ends_F.new_zeros(1))
         counts_F[-1] += count - ends_F[-1]
         first_N, rows_N = (fields_F8[:, field].repeat_interleave(counts_F, output_size=count) for field in (F.ROW, F.ROWS))
     good_N = (ids_N >= 0) & (ids_N < rows_N)
     return (first_N + ids_N)[good_N]
+
+
+def _add_first_rows(row_N: NDArray[np.int64], tables: list[list[int]], ends: list[int]) -> bool:
+    """Add the first row of each feature's table to its ids. False if an id is not in range."""
+    begin = 0
+    for (first, rows), end in zip(tables, [*ends[:-1], len(row_N)], strict=False):
+        part_N = row_N[begin:end]
+        if (part_N.view(np.uint64) >= rows).any():
+            return False
+        part_N += first
+        begin = end
+    return True
