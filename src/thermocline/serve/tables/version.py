@@ -116,7 +116,7 @@ class TableVersion:
     @cached_property
     def wire_lookup(self) -> WireLookup | None:
         """The kernels of the server's fast path, for tables on this machine's CPU."""
-        if self.device.type != "cpu" or self.fetch is not None or not (self.maps is None or type(self.maps) is IdMaps):
+        if self.device.type != "cpu" or self.fetch is not None or self.elastic:  # its kernels know no key tables
             return None
         from thermocline.kernels.serve.wire_cpu import WireLookup  # deferred: imports numba, which a GPU server does not need
 
