@@ -69,6 +69,10 @@ class Tier(FileModel):
     cached: int = Field(default=0, ge=0)
     near: int = Field(default=0, ge=0)
 
+    def _contradictions(self) -> Problems:
+        if max(self.cached, self.near) > self.rows:
+            yield ("cached",), f"the tier has {self.rows} rows, and {self.cached} cached, {self.near} near ones"
+
 
 class Lever(FileModel):
     """A reduction of the rows of a table before placement, and the id map that does it.
@@ -192,6 +196,10 @@ class StepPlan(FileModel):
     hidden: float  # seconds of `overlaps` that the dense part covers
     total: float = Field(gt=0)  # sum of the parts, less `hidden`
     throughput: float  # samples per second of the whole cluster
+
+    def _contradictions(self) -> Problems:
+        if "dense" not in self.parts:
+            yield ("parts",), "the step has no part 'dense'"
 
     @property
     def exposed(self) -> float:

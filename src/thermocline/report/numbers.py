@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 
 _BYTES = (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40), ("PiB", 1 << 50))
 _SECONDS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
@@ -73,5 +74,7 @@ def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, floa
 
 def _digits(value: float) -> str:
     """Three significant digits, without an exponent."""
-    power = int(f"{value:.2e}".split("e")[1]) if value else 2  # after rounding: 9.996 has one digit more than it seems
+    power = (
+        int(f"{value:.2e}".split("e")[1]) if value and isfinite(value) else 2
+    )  # after rounding: 9.996 has one digit more than it seems
     return f"{value:.{min(max(2 - power, 0), 9)}f}"
