@@ -388,8 +388,7 @@ def publish_after_a_failure(rank: int, size: int, plan: Any, heat: Any, settings
     raised = []
     with tc.publish(model, folder, dense=True, interval=0.0) as publisher:
         publisher.flush()
-        PublishLog.append = fail  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(PublishLog, "append", fail):
             for first in range(0, 9, 3):
                 steps(model, dense, rank, size, first, first + 3)
                 try:
@@ -397,7 +396,5 @@ def publish_after_a_failure(rank: int, size: int, plan: Any, heat: Any, settings
                     raised.append("")
                 except tc.ThermoclineError as error:
                     raised.append(str(error))
-        finally:
-            PublishLog.append = append  # type: ignore[method-assign]
         tc.save(model, folder + " expected")
         return raised
