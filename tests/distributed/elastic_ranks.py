@@ -163,6 +163,19 @@ def load(rank: int, size: int, plan: tc.Plan | None, heat: Any, folder: str, set
     return then, all_of(model)
 
 
+def publish(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> int:
+    """Train and publish to the log; then a checkpoint of the moment of the last publish."""
+    model = ElasticModel()
+    sharding = tc.shard_(model, plan, heat, reduce="sum")
+    run_steps(model, sharding, rank, size, 0, 6)
+    with tc.publish(model, folder, interval=0.0) as publisher:
+        for first in (6, 9, 12):
+            run_steps(model, sharding, rank, size, first, first + 3)
+            publisher.flush()
+        tc.save(model, folder + " expected")
+        return publisher.number
+
+
 def begun(size: int) -> dict[str, torch.Tensor]:
     """A model after a few steps in one process."""
     model = ElasticModel()

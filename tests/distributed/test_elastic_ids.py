@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from elastic_ranks import begun, elastic_plan, load, move, save, train
+import torch
+from elastic_ranks import ElasticModel, begun, elastic_plan, load, move, save, train
+
+import thermocline as tc
+from thermocline.serve import ShardGroup
 
 STEPS = 30
 
@@ -83,3 +87,19 @@ def test_any_tiers_and_owners_of_rows_change_no_bit(on_ranks, nodes, cards, seed
 def test_trained_ids_are_sharded_pinned_and_migrated(on_ranks):
     plans, state = [elastic_plan(2, 2)[0], elastic_plan(2, 2, 4)[0]], begun(4)
     check(on_ranks("elastic_ranks.move", 4, plans, state), move(0, 4, None, state))
+
+
+def test_ranks_publish_ids_with_their_rows(on_ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    numbers = on_ranks("elastic_ranks.publish", 3, *elastic_plan(1, 3, 4), folder)
+    assert numbers == [3] * 3
+    model = ElasticModel()
+    tc.load_into(model, folder + " expected")
+    with ShardGroup(folder, shards=2) as group:
+        assert group.version == "1+4"  # the last when the publisher closes
+        for table, feature in (("item", "seen"), ("item", "bought"), ("shop", "shop")):
+            ids = model.tables.elastic(feature)
+            own, others = ids.ids(), torch.arange(-40, 0) << 40
+            found = group.lookup({feature: torch.cat([own, others])}, outputs=[feature, f"{feature}.known"])
+            assert torch.equal(found[feature][: len(own)], model.tables.get_rows(table, ids.rows_of(own)))
+            assert found[f"{feature}.known"][: len(own)].all() and not found[f"{feature}.known"][len(own) :].any()

@@ -30,7 +30,6 @@ from thermocline.checkpoint.publishes.part import PublishedTable, PublishPart, m
 from thermocline.checkpoint.publishes.row_delta import RowDelta
 from thermocline.checkpoint.ranks import CheckpointRanks
 from thermocline.checkpoint.save_job import save
-from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.errors import BadInput
 from thermocline.plan.units import read_bytes
 from thermocline.serve.remote.rendezvous import read_secret, read_tls
@@ -333,7 +332,7 @@ def publish(
         The publisher.
 
     Raises:
-        BadInput: the model has no thermocline module, is sharded and has elastic ids, or an argument is invalid.
+        BadInput: the model has no thermocline module, or an argument is invalid.
         ThermoclineError: the folder cannot be written.
 
     Example::
@@ -351,10 +350,6 @@ def publish(
     targets = [LinkTarget(*read_address(each), name, PATIENCE_S) for each in addresses]
     secret = read_secret(secret_file) if addresses else b""
     found, ranks = find_modules(model), CheckpointRanks.of(model)
-    for each in found:
-        if isinstance(each.module, ShardedCollection) and any(map.is_elastic for map in each.maps.values()):
-            words = "a sharded model with elastic ids cannot be saved yet; publish from one process, or use IdMap.hashed"
-            raise BadInput(words, parameter="ids")
     publisher = Publisher([ModuleRows(each) for each in found], ranks, model, dense)
     try:
         publisher._start(model, Path(folder), targets, secret, interval, rate)
