@@ -53,10 +53,12 @@ def table_plan(
 
 
 def with_slots(table: TablePlan, slots: Mapping[int, tuple[int, int]]) -> TablePlan:
-    """The same with fp32 and int8 slots in some tiers."""
-    tiers = [
-        tier.model_copy(update=dict(zip(("cached", "near"), slots.get(tier.tier, (0, 0)), strict=True))) for tier in table.tiers
-    ]
+    """The same with fp32 and int8 slots in some tiers, at most one for each row."""
+    tiers = []
+    for tier in table.tiers:
+        cached, near = slots.get(tier.tier, (0, 0))
+        cached = min(cached, tier.rows)
+        tiers.append(tier.model_copy(update={"cached": cached, "near": min(near, tier.rows - cached)}))
     return table.model_copy(update={"tiers": tuple(tiers)})
 
 

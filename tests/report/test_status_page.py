@@ -108,5 +108,7 @@ def test_the_exit_code_shows_a_shard_that_is_down_or_no_server(server, tmp_path)
 
 async def a_second(running):
     """Sample the metrics, as the server does once a second."""
-    running.server._history._samples[-1] = running.server._history._samples[-1]._replace(at=time.monotonic() - 1)
-    running.server._history.sample()
+    running.server._service.history._samples[-1] = running.server._service.history._samples[-1]._replace(
+        at=time.monotonic() - 1
+    )
+    running.server._service.history.sample()

@@ -117,4 +117,4 @@ def begin_some(
 def begin_rows(table: TableRows, ids_K: Tensor, rows_K: Tensor, key: int, bound: float) -> None:
     """`reference.begin_rows`."""
     count = torch.tensor([ids_K.numel()], dtype=torch.int32).to(ids_K.device)
-    begin_some(table, ids_K, rows_K, count, torch.tensor([key]).to(ids_K.device), bound)
+    begin_some(table, ids_K, rows_K, count, torch.tensor([key], dtype=torch.int64).to(ids_K.device), bound)

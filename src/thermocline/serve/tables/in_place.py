@@ -83,7 +83,8 @@ def visible_ids(version: TableVersion, table: str, rows_K: Tensor) -> MovedIds:
     found = [_NO_IDS]
     for (name, first), map in version.key_maps.items():
         if name == table and map.keys is not None:
-            low, high = torch.searchsorted(rows_K, torch.tensor([first, first + map.keys.rules.rows])).tolist()
+            ends = torch.tensor([first, first + map.keys.rules.rows], dtype=torch.int64)
+            low, high = torch.searchsorted(rows_K, ends).tolist()
             found.append(map.read_rows(rows_K[low:high]))
     return reduce(MovedIds.merged, found)
 
