@@ -8,6 +8,8 @@ import torch
 from elastic_ranks import ElasticModel, begun, elastic_plan, load, move, save, train
 
 import thermocline as tc
+from support import has
+from thermocline import BadInput
 from thermocline.serve import ShardGroup
 
 STEPS = 30
@@ -87,6 +89,19 @@ def test_any_tiers_and_owners_of_rows_change_no_bit(on_ranks, nodes, cards, seed
 def test_trained_ids_are_sharded_pinned_and_migrated(on_ranks):
     plans, state = [elastic_plan(2, 2)[0], elastic_plan(2, 2, 4)[0]], begun(4)
     check(on_ranks("elastic_ranks.move", 4, plans, state), move(0, 4, None, state))
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_one_process_keeps_the_kind_of_its_key_tables(back):
+    whole, (plan, heat) = elastic_plan(1, 1)[0], elastic_plan(1, 1, 4)
+    fp32 = [(each.tiers[0].model_copy(update={"precision": "fp32"}), *each.tiers[1:]) for each in plan.tables]
+    tables = tuple(each.model_copy(update={"tiers": tiers}) for each, tiers in zip(plan.tables, fp32, strict=True))
+    plans = [(whole, None), (plan.model_copy(update={"tables": tables}), heat)]
+    model = ElasticModel()
+    sharding = tc.shard_(model, *plans[back])
+    with pytest.raises(BadInput, check=has(parameter="ids")):
+        sharding.migrate(*plans[not back])
+    sharding.migrate(*plans[back])
 
 
 def test_ranks_publish_ids_with_their_rows(on_ranks, tmp_path):

@@ -185,6 +185,8 @@ def test_a_chance_admits_its_share_of_new_ids(times: int, share: float):
 def test_chances_are_refused_where_kernels_would_ignore_them():
     with pytest.raises(BadInput, check=has(parameter="admit_chance")):
         KeyTable(ElasticRows(1000, admit_chance=0.5), 1, "cuda")
+    with pytest.raises(BadInput, check=has(parameter="max_age")):
+        KeyTable(ElasticRows(1000, max_age=5.0), 1, "cuda")
 
 
 def test_pinned_ids_stay_until_they_are_unpinned():

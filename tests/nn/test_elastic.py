@@ -317,6 +317,42 @@ def test_modules_train_with_the_kernels_of_a_gpu_as_on_a_cpu(monkeypatch: pytest
     assert sorted(reported[0]) == sorted(reported[1]) and modules[1].elastic("seen").state()["expired"] > 0
 
 
+def test_ids_that_are_pinned_through_a_copy_of_the_keys_are_recorded_for_publishes(monkeypatch: pytest.MonkeyPatch):
+    bag = _bag()
+    bag.maps.record_moves(True)
+    monkeypatch.setattr(KeyTable, "on_gpu", True)
+    bag.elastic().pin(torch.tensor([7, -3]))
+    ((table, moved),) = bag.maps.take_moved()
+    assert table == 0 and sorted(moved.ids_K.tolist()) == [-3, 7] and moved.used_K.all()
+
+
+def test_recorded_rows_are_on_the_device_of_the_keys():
+    bag = tc.EmbeddingBag(65, 4, mode="sum", rows=EXACT, ids=IdMap.elastic(65), device="meta")
+    bag.maps.record_moves(True)
+    bag.maps.replaced()  # by a state dict
+    assert [each.device.type for each in bag.maps.keys[0].moved] == ["meta"]
+
+
+@pytest.mark.parametrize("rule", [{"max_age": 8.0}, {"admit_chance": 0.5}])
+def test_rules_that_gpus_do_not_have_are_refused_where_a_module_moves(monkeypatch: pytest.MonkeyPatch, rule: dict[str, float]):
+    bag = _bag(**rule)
+    monkeypatch.setattr(KeyTable, "on_gpu", True)
+    with pytest.raises(BadInput, check=has(parameter=next(iter(rule)))):
+        bag(_one(7))
+
+
+def test_features_read_zeros_beside_others_that_share_rows():
+    tables = [Table("item", 65, 4, features=("seen", "bought"), ids=IdMap.elastic(65, shared=0, admit_after=2))]
+    tables += [Table("hour", 24, 4), Table("user", 65, 4, ids=IdMap.elastic(65, shared=1, admit_after=2))]
+    rows = tc.EmbeddingCollection(tables, mode="sum", rows=EXACT)
+    shared = rows.get_rows("user", torch.tensor([64]))
+    out = rows(torch.tensor([[5, 6, 3, 9]]))
+    assert not out["seen"].any() and not out["bought"].any() and torch.equal(out["user"], shared) and out["hour"].any()
+    out.values().sum().backward()
+    assert not rows.get_rows("item", torch.tensor([64])).any()
+    assert torch.equal(rows.get_rows("user", torch.tensor([64])), shared - 0.5)
+
+
 def test_a_part_of_a_shared_table_may_be_elastic():
     parts = [Table("hour", 24, 4), Table("user", 65, 4, ids=IdMap.elastic(65, shared=1))]
     rows = tc.EmbeddingCollection([tc.unify("all", parts)], rows=EXACT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,47 @@ def test_features_share_ids_pins_and_reports():
     assert _same(*modules) and reports[0] == reports[1] and reports[0]
     ids = torch.tensor([-5, 6, 1 << 50])
     assert torch.equal(*(each.elastic("bought").rows_of(ids) for each in modules))
+
+
+@pytest.mark.filterwarnings("ignore:elastic table")
+def test_ids_are_published_pinned_and_loaded_into_fewer_rows(tmp_path: Path):
+    bags, moves = [_bag(), _bag("cuda")], []
+    bags[1].load_state_dict(bags[0].state_dict())
+    for bag, device in zip(bags, ("cpu", "cuda"), strict=True):
+        bag.maps.record_moves(True)
+        _train(bag, _batches(6), device)
+        moves.append(bag.maps.take_moved())
+        bag.elastic().pin(torch.tensor([-5, 6]))
+        moves.append(bag.maps.take_moved())
+        bag.maps.give_back_moved(moves[-1])
+        bag.load_state_dict(copy.deepcopy(bag.state_dict()))
+        _train(bag, _batches(2, seed=1), device)
+        moves.append(bag.maps.take_moved())
+        tc.save(bag, tmp_path / device)
+    assert _same(*bags)
+    for (cpu,), (cuda,) in zip(moves[:3], moves[3:], strict=True):
+        assert cpu[0] == cuda[0] and all(torch.equal(*each) for each in zip(cpu[1], cuda[1], strict=True))
+    smaller = [
+        tc.EmbeddingBag(900, 16, mode="sum", rows=RowConfig("fp32", optimizer=EXACT), ids=IdMap.elastic(900, half_life=3))
+        for _ in bags
+    ]
+    smaller[1].cuda()
+    for bag in smaller:
+        tc.load_into(bag, tmp_path / "cuda")
+    assert _same(*smaller) and smaller[1].elastic().state()["dropped"] > 0
+
+
+def test_a_collection_that_reads_zeros_never_waits_for_the_gpu():
+    tables = [Table("item", 700, 8, features=("seen", "bought"), ids=IdMap.elastic(700, shared=0)), Table("hour", 24, 8)]
+    rows = tc.EmbeddingCollection(tables, rows=RowConfig("fp32", optimizer=EXACT), mode="sum", device="cuda")
+    batches = [batch[:, :3].clone() for batch in _batches(14)]
+    for batch in batches:
+        batch[:, 2] %= 24
+    for number, batch in enumerate([batch.cuda() for batch in batches]):
+        torch.cuda.set_sync_debug_mode("error" if number >= 10 else "default")
+        rows(batch).values().sum().backward()
+    torch.cuda.set_sync_debug_mode("default")
+    assert rows.elastic("seen").state()["shared_lookups"] > 0 and not rows.get_rows("item", torch.tensor([699])).any()
 
 
 def test_a_recorded_graph_gives_rows_to_new_ids():

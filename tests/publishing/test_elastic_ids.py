@@ -96,6 +96,15 @@ def test_ids_and_rows_equal_a_checkpoint_of_the_moment(trainer, serve, publish):
     assert trainer.model.maps.keys[0].moved is None
 
 
+def test_a_publisher_that_ends_leaves_the_ids_of_another(trainer, serve, publish):
+    first = publish(trainer)
+    server = serve(trainer)
+    second = publish(trainer, server)
+    first._end()
+    trainer.train(5)
+    assert serves(server, published(trainer, server, second))
+
+
 def test_merged_publishes_have_the_ids_of_the_last(trainer, serve, publish):
     publisher = publish(trainer)
     for _ in range(65):

@@ -91,7 +91,8 @@ def _restore_ids(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule,
         then = whole if place.policy == keys.policy else new_keys(place.policy)
         read_keys(checkpoint, entry.name, place, then)
         if then is not whole:
-            remap[index] = on_cpu(whole, lambda host, then=then: host.take_over(then))  # type: ignore[misc]
+            taken: Tensor = on_cpu(whole, lambda host, then=then: host.take_over(then))  # type: ignore[misc]
+            remap[index] = taken.to(module.arena.device)
         if isinstance(keys, RankKeys):
             keys.take(whole)
         if index in remap and (dropped := int((remap[index][then.occupied()] < 0).sum())):

@@ -347,6 +347,13 @@ def needed_maps(
     return FeatureMaps.needed(module.features, maps, rows, device, tables)
 
 
+def check_migration(module: ShardedCollection, new: ShardedCollection) -> None:
+    """Raise if a migration of one process needs key tables of another kind, which handles and publishers do not know."""
+    if isinstance(module.maps, ElasticMaps) and module.row_index.unsharded != new.row_index.unsharded:
+        where = "in migrations of one process between rows of one precision and of several"
+        refuse_elastic(where, "save a checkpoint and load it into a model sharded by the new plan")
+
+
 def adopt_ids(module: ShardedCollection, source: ShardSource) -> None:
     """Take the ids of an unsharded module. Rows of a module on the meta device begin as those of a new one."""
     if isinstance(module.maps, RankMaps):

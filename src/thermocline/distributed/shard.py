@@ -32,6 +32,7 @@ from thermocline.nn.collection import EmbeddingCollection
 from thermocline.plan.model import DIRECTIONS, LINK_CLASSES, Direction, Plan
 from thermocline.plan.run_file import MeasuredRank, MeasuredRun, MeasuredTraffic, fingerprint
 
+from .elastic_ids import check_migration
 from .exchange.traffic_meter import TrafficMeter, TrafficRecord
 from .placement.init_rows import hot_rows
 from .planned_tables import Collection, check_heat, check_maps, map_collections
@@ -141,6 +142,7 @@ class Sharding:
             for name, collection in self.collections.items():
                 new = ShardedCollection(collection, tables[name], maps[name], collection.groups, device)
                 built[name] = new
+                check_migration(collection, new)
                 if new.arena.pools and recent is not None:
                     new.arena.warm(hot_rows(new.shard, new.tables, collection.live_maps, recent))
         except BaseException as error:

@@ -41,7 +41,7 @@ from thermocline.kernels.elastic.fields import (
 from thermocline.kernels.elastic.reference import as_bytes, bucket_of, first_values, placing_order, score
 from thermocline.kernels.ids.reference import hash_ids, reduce_to, right, signed
 
-from .elastic_rows import MOST_STEPS, ElasticRows
+from .elastic_rows import MOST_STEPS, ElasticRows, refuse_on_gpus
 
 _MOVES = 256  # records of moved rows that are merged into one
 _SWEEPS = 8  # in a time to live: expired rows leave at the next
@@ -99,9 +99,8 @@ class KeyTable:
         self.on_evict: Evicted | None = None
         self.moved: list[Tensor] | None = None  # rows whose id changed since they were published
         self.gpu_steps = 0  # of this process
-        if policy.admit_chance < 1.0 and torch.device(device).type == "cuda":
-            message = f"admit_chance is {policy.admit_chance}, which GPUs do not have yet; use admit_after"
-            raise BadInput(message, parameter="admit_chance", value=policy.admit_chance)
+        if torch.device(device).type == "cuda":
+            refuse_on_gpus(policy)
         words, rows = K.BUCKET // 4, max(0, min(policy.own, K.BUCKET * self.buckets.stop) - self.rules.first)
         zeros = huge_page_zeros if torch.device(device).type == "cpu" else partial(torch.zeros, device=device)
         self.keys, self.last = zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.int32)
@@ -319,7 +318,7 @@ class KeyTable:
     def note_moved(self, *rows: Tensor) -> None:
         """Record that these rows have other ids now, for the next publish."""
         if self.moved is not None and any(each.numel() for each in rows):
-            self.moved += rows
+            self.moved += [each.to(self.keys.device) for each in rows]
             if len(self.moved) > _MOVES:
                 self.moved = [torch.cat(self.moved).unique()]
 

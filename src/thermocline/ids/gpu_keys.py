@@ -23,7 +23,7 @@ from thermocline.kernels.elastic.fields import (
 )
 
 from .elastic import KeyTable, Moved
-from .elastic_rows import refuse_elastic
+from .elastic_rows import refuse_on_gpus
 
 _REBASE = 1 << 20  # steps between two looks at their number
 T = TypeVar("T")
@@ -34,8 +34,7 @@ def look_up(keys: KeyTable, batch: GpuBatch, kind: int) -> GpuMoves | None:
     if kind < STEP:
         keys.kernels.find_rows(keys.arrays, keys.rules, keys.counts, batch, kind)
         return None
-    if keys.policy.admit_chance < 1.0:
-        refuse_elastic("with admit_chance on GPUs", "use admit_after")
+    refuse_on_gpus(keys.policy)
     keys.gpu_steps += 1
     if keys.gpu_steps % _REBASE == 0:
         keys.rebase()
@@ -81,9 +80,11 @@ def on_cpu(keys: KeyTable, change: Callable[[KeyTable], T]) -> T:
     if not keys.on_gpu:
         return change(keys)
     host = copy.copy(keys)
+    host.moved = None if keys.moved is None else []
     for name, tensor in keys.tensors().items():
         setattr(host, name, tensor.cpu())
     result = change(host)
     for name, tensor in keys.tensors().items():
         tensor.copy_(getattr(host, name))
+    keys.note_moved(*(host.moved or ()))
     return result

@@ -7,7 +7,7 @@ belong to other ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -121,6 +121,10 @@ class ElasticMaps(FeatureMaps):
             self.keys.append(self._new_keys(policy, device))
         kept = [[int(f in users) for f in range(len(maps))] for users in self.users]
         self.masks = [torch.tensor(each, dtype=torch.int32, device=device) for each in kept]
+        elastic = zip(self.places, self.users, self.keys, strict=True)
+        zeros = {f: at[1] + keys.rules.rows for at, users, keys in elastic if not keys.policy.shared for f in users}
+        self.has_zeros = bool(zeros)
+        self.zeros_F = torch.tensor([zeros.get(f, -1) for f in range(len(maps))], device=device)  # rows that read zeros
 
     def check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda", "meta"):
@@ -209,28 +213,18 @@ class ElasticMaps(FeatureMaps):
         return K.READ_TO_TRAIN if placeholder.requires_grad and torch.is_grad_enabled() else K.READ
 
     def factors(self, rows_N: Tensor, offsets: Tensor, weights_N: Tensor | None, mode: str) -> Factors:
-        zeros = {
-            f: place[1] + keys.rules.rows for place, users, keys in self._tables() if not keys.policy.shared for f in users
-        }
-        if not zeros:
+        if not self.has_zeros:
             return weights_N, None
         if mode not in ("sum", "none"):
             message = f"ids that read zeros (shared=0) need mode='sum' or 'none', not {mode!r}; use shared=1 or more"
             raise BadInput(message, parameter="shared", value=0, mode=mode)
-        if len(self.maps) == 1:
-            known_N = (rows_N != zeros[0]).float()
-        else:
-            batch = (offsets.numel() - 1) // len(self.maps)
-            ends = offsets[::batch].tolist() if batch else [0] * (len(self.maps) + 1)
-            known_N = torch.ones(rows_N.numel(), dtype=torch.float32, device=rows_N.device)
-            for f, row in zeros.items():
-                known_N[ends[f] : ends[f + 1]] = (rows_N[ends[f] : ends[f + 1]] != row).float()
+        zero_N, batch = self.zeros_F, (offsets.numel() - 1) // len(self.maps)
+        if len(self.maps) > 1:  # without a wait for a GPU
+            zero_N = zero_N.repeat_interleave(offsets[::batch].diff(), output_size=rows_N.numel()) if batch else rows_N
+        known_N = (rows_N != zero_N).float()
         if mode == "none":
             return None, known_N[:, None]
         return known_N if weights_N is None else weights_N * known_N, None
-
-    def _tables(self) -> Iterator[tuple[tuple[int, int], list[int], KeyTable]]:
-        return zip(self.places, self.users, self.keys, strict=True)
 
     def _look_up(self, module: RowsModule, n: int, ids_N: Tensor) -> Tensor:
         """Rows of ids of one key table, which changes in train()."""

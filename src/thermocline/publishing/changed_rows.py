@@ -71,8 +71,9 @@ class ModuleRows:
 
     def detach(self) -> None:
         """Count changes no longer."""
-        if self.arena.unpublished is self.counts:
-            self.arena.unpublished = None
+        if self.arena.unpublished is not self.counts:
+            return  # another publisher counts them
+        self.arena.unpublished = None
         if self._elastic is not None:
             self._elastic.record_moves(False)
 

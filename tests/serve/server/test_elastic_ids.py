@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 import urllib.request
+from contextlib import contextmanager
+from http.client import HTTPConnection
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ import thermocline as tc
 from support import has
 from thermocline import IdMap, RowConfig, Table
 from thermocline.serve import ShardGroup
+from thermocline.serve.fronts.fronts_server import FrontsServer
 from thermocline.serve.server.config import ServerConfig, ServerLimits
 from thermocline.serve.server.model_loader import ShardConfig, make_repository
 from thermocline.serve.server.server import InferenceServer
@@ -70,18 +74,28 @@ def saved(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(saved):
     """Addresses of a server over three shards: HTTP and gRPC."""
+    with serving(saved, InferenceServer) as server:
+        yield f"127.0.0.1:{server.http_port}", f"127.0.0.1:{server.grpc_port}"
+
+
+@contextmanager
+def serving(saved, kind, **config):
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     repository = make_repository(saved[1], ShardConfig(3), ServerLimits(drain=3))
-    server = InferenceServer(repository, ServerConfig(http_port=0, grpc_port=0, limits=repository.limits))
 
     def do(coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(120)
 
-    do(server.start())
-    do(server.load_all())
-    yield f"127.0.0.1:{server.http_port}", f"127.0.0.1:{server.grpc_port}"
+    async def start():
+        server = kind(repository, ServerConfig(http_port=0, grpc_port=0, limits=repository.limits, **config))
+        await server.start()
+        await server.load_all()
+        return server
+
+    server = do(start())
+    yield server
     do(server.stop())
     loop.call_soon_threadsafe(loop.stop)
     thread.join(120)
@@ -106,12 +120,30 @@ def test_ids_born_in_training_are_answered_over_the_network(saved, server, proto
     assert plain.as_numpy(names[1]) is None and {"seen.known", "bought.known"} < {each["name"] for each in listed["outputs"]}
 
 
+def counted(text):
+    names = ("elastic_lookups_total", "unknown_ids_total", "elastic_ids")
+    return [float(re.search(rf'thermocline_{name}{{feature="shop",model="tables"}} (\S+)', text)[1]) for name in names]
+
+
+def test_metrics_count_the_ids_that_fronts_looked_up(saved):
+    ids = some_ids(saved[0], "shop", 4)
+    inputs = [{"name": "shop", "shape": [ids.numel()], "datatype": "INT64", "data": ids.tolist()}]
+    with serving(saved, FrontsServer, fronts=2) as server:
+        front = HTTPConnection("127.0.0.1", server.http_port)
+        front.request("POST", "/v2/models/tables/infer", json.dumps({"inputs": inputs}))
+        rows = json.loads(front.getresponse().read())["outputs"][0]["data"]
+        front.request("GET", "/metrics")  # of the same front, which says first what it counted
+        lookups, unknown, known = counted(front.getresponse().read().decode())
+        front.close()
+    assert np.array_equal(np.array(rows, np.float32).reshape(-1, 8), expected(saved[0], "shop", ids).numpy())
+    assert lookups == ids.numel() and known == saved[0].elastic("shop").state()["used"]
+    assert unknown == int((saved[0].elastic("shop").rows_of(ids) < 0).sum()) > 0
+
+
 def test_metrics_count_the_ids_without_a_row(saved, server):
     def read():
         with urllib.request.urlopen(f"http://{server[0]}/metrics") as answer:
-            text = answer.read().decode()
-        names = ("elastic_lookups_total", "unknown_ids_total", "elastic_ids")
-        return [float(re.search(rf'thermocline_{name}{{feature="shop",model="tables"}} (\S+)', text)[1]) for name in names]
+            return counted(answer.read().decode())
 
     ids, before = some_ids(saved[0], "shop", 4), read()
     tensor = over_http.InferInput("shop", [ids.numel()], "INT64")

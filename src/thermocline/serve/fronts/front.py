@@ -90,7 +90,8 @@ class FrontRepository(ModelRepository):
     def counts(self) -> dict[str, Any]:
         """Everything that this front has counted."""
         lookups = {name: tables.tally_S.tolist() for name, tables in self.tables.items()}
-        return {"metrics": self.metrics.counts(), "lookups": lookups}
+        ids = {name: {f: each.tolist() for f, each in tables.looked_up.items()} for name, tables in self.tables.items()}
+        return {"metrics": self.metrics.counts(), "lookups": lookups, "ids": ids}
 
 
 class ServerAsks:

@@ -6,6 +6,7 @@ The server decides what is served; a front switches versions on its message, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ class FrontTables(ServedTables):
     def __init__(self, name: str) -> None:
         self.name = name
         self.tally_S = np.zeros(0, np.int64)  # lookups by shard, of this front
+        self.looked_up: dict[str, torch.Tensor] = {}  # elastic ids by feature, and those of them without a row, of this front
         self._values: dict[str, Any] = {}
         self._segments: tuple[torch.Tensor, ...] = ()
         self._retired = RetiredVersions()
@@ -35,6 +37,10 @@ class FrontTables(ServedTables):
     def prepare(self, changed: Mapping[str, Any], segments: Sequence[SharedSegment]) -> TableVersion:
         """The next version, from what changed since the last one. `segments`: those of a newly loaded version."""
         self._values |= changed
+        if (maps := changed.get("maps")) is not None and maps.keyed:  # their counts lie in memory of all fronts
+            names, count = self._values["features"], self.looked_up.setdefault
+            own = {f: replace(map, looked_up=count(names[f], map.looked_up.new_zeros(2))) for f, map in maps.keyed.items()}
+            self._values["maps"] = maps.with_keyed(own)
         if segments:
             memory = [segment.memory for segment in segments]
             for segment in segments:
