@@ -18,7 +18,10 @@ from torch.distributed.run import get_args_parser
 from thermocline.checkpoint import Checkpoint
 
 FOLDER = Path(__file__).parents[1] / "examples" / "cluster"
-SLURM = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NNODES": "3", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "63"}
+SLURM = {
+    "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NNODES": "3", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "63",
+    "SLURM_CPUS_PER_TASK": "24",
+}  # fmt: skip
 
 
 def script():
@@ -53,7 +56,8 @@ def test_torchrun_starts_one_node_or_many():
 
 
 def test_slurm_starts_an_agent_on_each_node(tmp_path):
-    for name, line in (("scontrol", "printf 'n1\\nn2\\nn3\\n'"), ("srun", 'shift; exec "$@"')):
+    many = "echo n1; yes n2 | head -n 99999"  # more than a pipe holds
+    for name, line in (("scontrol", many), ("srun", 'echo "$1" > "$0.cores"; shift 2; exec "$@"')):
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
     variables = {**SLURM, "SLURM_SUBMIT_DIR": str(FOLDER), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -61,6 +65,7 @@ def test_slurm_starts_an_agent_on_each_node(tmp_path):
     assert (torchrun.nnodes, torchrun.nproc_per_node) == ("3", "4")
     assert (torchrun.rdzv_endpoint, torchrun.rdzv_id) == ("n1:29500", "63")
     assert given["folder"] == str(FOLDER / "run")
+    assert (tmp_path / "srun.cores").read_text() == "--cpus-per-task=24\n"  # srun does not take it from sbatch
     lines = (FOLDER / "slurm.sbatch").read_text().splitlines()
     assert lines[0] == "#!/bin/bash" and lines[1].startswith("#SBATCH")  # sbatch reads options before the first command
     assert "#SBATCH --ntasks-per-node=1" in lines and "#SBATCH --requeue" in lines

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from thermocline.distributed.comm_stream import CommStream
 from thermocline.distributed.comm_thread import CommThread
 from thermocline.distributed.process_groups import RankGroup
 from thermocline.kernels.gpu import errors as gpu_errors
@@ -101,3 +102,16 @@ def test_kernels_of_the_thread_report_to_its_own_error_buffer(streams):
         each.wait()
         assert each.end()
     assert found == ["an error buffer on cuda", gpu_errors.error_buffer(tensor)]
+
+
+def test_the_caller_waits_for_what_a_failed_job_has_launched(monkeypatch):
+    """Tensors of the job are freed on the caller's stream: their memory would be used again while kernels read it."""
+    caller = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", type("Own", (Stream,), {"wait_stream": lambda *_: None}))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    exchanges = CommStream(Stream.device)
+    with pytest.raises(ZeroDivisionError):
+        exchanges.launch(lambda: 1 / 0)
+    exchanges.wait()
+    assert caller.asked == ["event"]

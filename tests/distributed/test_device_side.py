@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from cases import TABLES, heat_of, plan_of, table_plan, with_slots
+from device_side_ranks import device_side
+
+from thermocline import formats as F
+from thermocline.distributed.exchange.batch_table import BatchTable, BatchTableLayout
+from thermocline.errors import BadOffsets
+from thermocline.kernels.gpu.errors import ErrorBuffer, reporting_to
+from thermocline.nn.inputs import JaggedIds
 
 HEAT = heat_of()
 THIRD = dict.fromkeys(TABLES, (0, 0))
@@ -50,8 +58,9 @@ def test_the_exchange_of_gpus_trains_what_that_of_cpus_trains(on_ranks, name):
     compare(found, wanted)
 
 
-def test_errors_of_kernels_reach_all_ranks_with_the_headers(on_ranks):
-    told = on_ranks("device_side_ranks.fail", 2, planned(1, 2, THIRD), HEAT)
+@pytest.mark.parametrize("pooled_by", ["asker", "owner"])
+def test_errors_of_kernels_reach_all_ranks_with_the_headers(on_ranks, pooled_by):
+    told = on_ranks("device_side_ranks.fail", 2, planned(1, 2, THIRD, pooled_by=pooled_by), HEAT)
     assert "'item'" in told[1][1] and "61" in told[1][1] and "rank 1 stopped" in told[0][1]
     assert all("BadGradient" in each[4] or "rank 1 stopped" in each[4] for each in told), told
     assert not any(each[step] for each in told for step in (0, 2, 3, 5, 6)), told
@@ -61,3 +70,15 @@ def test_errors_of_kernels_reach_all_ranks_with_the_headers(on_ranks):
 def test_a_step_asks_the_device_for_nothing_but_sizes(on_ranks, tiers):
     for forward, backward, steps in on_ranks("device_side_ranks.waits", 2, planned(1, 2, tiers), HEAT):
         assert not forward and not backward and steps == 2
+
+
+@pytest.mark.parametrize("offsets", [[0, 1, 2, 3, 4], [1, 2, 3, 4, 5], [0, 2, 9, 3, 5], [0, 1, -2, 3, 5], [0, 4, 3, 4, 5]])
+def test_wrong_offsets_are_reported_before_any_operator_meets_them(offsets):
+    """A GPU that finds lengths below 0, or that do not add up, in `repeat_interleave` stops the process."""
+    cpu, ids_N = torch.device("cpu"), torch.arange(5)
+    layout = BatchTableLayout([("user", "user"), ("item", "item")], [(10, 0, 4), (10, 10, 4)], cpu)
+    bags, errors = JaggedIds(ids_N, torch.tensor(offsets), None, 2), ErrorBuffer(cpu)
+    with device_side(), reporting_to(errors):
+        BatchTable(layout, bags, ids_N, F.MODES.index("sum"), later=True)
+    with pytest.raises(BadOffsets):
+        errors.raise_pending()

@@ -78,10 +78,12 @@ def test_a_step_waits_for_sizes_and_for_nothing_else(on_card):
     assert read == [1, 1] * 2
 
 
-def test_errors_of_kernels_arrive_with_the_next_headers(on_card):
-    (told,) = on_card("nccl gpu_quiet.told", 1, FLAT, HEAT)
-    assert "'item'" in told[1] and "BadGradient" in told[4] and "of table" in told[4]
-    assert not any(told[step] for step in (0, 2, 3, 5, 6))
+@pytest.mark.parametrize("pooled_by", ["asker", "owner"])
+def test_errors_of_kernels_arrive_with_the_next_headers(on_card, pooled_by):
+    plan = FLAT if pooled_by == "asker" else two_precisions(pooled_by=pooled_by)
+    (told,) = on_card("nccl gpu_quiet.told", 1, plan, HEAT)
+    assert "'item'" in told[1] and "BadGradient" in told[4] and "of table" in told[4] and "BadOffsets" in told[5]
+    assert not any(told[step] for step in (0, 2, 3, 6))
 
 
 @pytest.mark.parametrize("slots", [None, SLOTS], ids=["rows", "slots"])

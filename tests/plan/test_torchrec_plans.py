@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from thermocline.distributed import shard_torchrec_
 from thermocline.errors import BadInput
 from thermocline.heat.curve import Curve
 from thermocline.plan import TableConfig, TablesConfig, Topology, make_plan
@@ -69,3 +71,24 @@ def test_a_plan_that_does_not_fit_is_refused(given, fields):
         make_plan(*inputs(), torchrec=given)
     assert raised.value.parameter == "torchrec"
     assert {name: getattr(raised.value, name) for name in fields} == fields
+
+
+class Bags(torch.nn.Module):
+    """What `shard_torchrec_` asks of a collection of TorchRec."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding_bags = torch.nn.ModuleDict({"item": torch.nn.EmbeddingBag(63, 8, mode="sum")})
+
+    def embedding_bag_configs(self):
+        pooling = SimpleNamespace(name="SUM")
+        table = {"name": "item", "num_embeddings": 63, "embedding_dim": 8, "feature_names": ["item"], "pooling": pooling}
+        return [SimpleNamespace(**table)]
+
+
+def test_a_collection_with_two_names_is_replaced_under_both():
+    bags = Bags()
+    model = torch.nn.ModuleDict({"first": bags, "second": torch.nn.Sequential(bags)})
+    given = SimpleNamespace(plan={"first": {"item": SimpleNamespace(sharding_type="row_wise", ranks=[0])}})
+    shard_torchrec_(model, given, batch=9)
+    assert model["first"] is model["second"][0] and model["first"] is not bags

@@ -30,8 +30,10 @@ class CommStream:
         caller = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(caller)
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            job()
-            self._launched.append((job, caller, self._stream.record_event()))
+            try:
+                job()
+            finally:  # a job that fails may have launched kernels
+                self._launched.append((job, caller, self._stream.record_event()))
 
     def wait(self) -> None:
         """Let the current stream wait for all jobs. The host does not wait."""

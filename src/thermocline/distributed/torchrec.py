@@ -64,13 +64,14 @@ def shard_torchrec_(
         sharding = shard_torchrec_(model, planner.collective_plan(model, sharders, dist.group.WORLD), batch=1024)
     """
     kind, asked = type(model).__name__, ("embedding_bag_configs", "embedding_configs")
-    theirs = {name: each for name, each in model.named_modules() if any(hasattr(each, way) for way in asked)}
+    modules = model.named_modules(remove_duplicate=False)  # a collection may have several names
+    theirs = {name: each for name, each in modules if any(hasattr(each, way) for way in asked)}
     if kind == "DistributedModelParallel" or not theirs or "" in theirs:
         words = "model is a collection: put it into a module" if "" in theirs else "model has no collection of TorchRec"
         if kind == "DistributedModelParallel":
             words = "DistributedModelParallel has moved the rows into its own shards; call shard_torchrec_ in its place"
         raise BadInput(words, parameter="model", value=kind)
-    made = {name: KeyedCollection(each, rows=rows) for name, each in theirs.items()}
+    made = {each: KeyedCollection(each, rows=rows) for each in theirs.values()}
     precision = dict(rows.precision) if isinstance(rows.precision, Mapping) else rows.precision
     cache = rows.cache if isinstance(rows.cache, float) else None  # bytes: that of the plan
     tables = [
@@ -84,9 +85,9 @@ def shard_torchrec_(
     config = TablesConfig.model_validate({"batch": batch, "optimizer": optimizer, "tables": tables})
     curves = heat if heat is not None else {table.name: Curve.zipf(table.rows, 0.0) for table in config.tables}
     plan = plan_from_torchrec(sharding_plan, config, curves, topology or _topology())
-    for name, each in made.items():
+    for name, each in theirs.items():
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, each)
+        setattr(model.get_submodule(parent), own, made[each])
     return shard_(model, plan, heat)
 
 

@@ -63,10 +63,13 @@ class BatchTableLayout:
         self.begin_G = torch.tensor(firsts, dtype=torch.int64, device=device)  # global rows of one dimension are contiguous
         self._layouts: dict[tuple[int, ...], tuple[Layout, int]] = {}
 
-    def features_of(self, bags: JaggedIds) -> Tensor:
-        """The feature of each id."""
-        lengths_F = feature_offsets(bags, len(self.names)).diff().long()
-        return torch.repeat_interleave(lengths_F, output_size=bags.ids_N.numel())
+    def features_of(self, bags: JaggedIds, checked: bool = True) -> Tensor:
+        """The feature of each id; any feature for some where offsets are wrong, which they may be unless `checked`."""
+        ends_F, count = feature_offsets(bags, len(self.names)).long(), bags.ids_N.numel()
+        if not checked:  # a GPU would stop the process
+            ends_F = ends_F.clamp(0, count).cummax(0).values
+            ends_F[0], ends_F[-1] = 0, count
+        return torch.repeat_interleave(ends_F.diff(), output_size=count)
 
     def global_rows(self, rows_N: Tensor, feature_N: Tensor) -> Tensor:
         """Global rows of rows of tables; raises `IdOutOfRange` for a row that is not in its table."""
@@ -92,7 +95,8 @@ class BatchTableLayout:
 class BatchTable:
     """One batch: `rows_U` are the global rows of its lookups, ascending; distinct, or without `dedup` one per lookup.
 
-    With `later`, kernels report bad ids, rows are padded, and the host does not know their number before `settle`.
+    With `later`, rows are padded, the host does not know their number before `settle`, and kernels report bad ids, except
+    where owners pool.
     """
 
     def __init__(
@@ -103,10 +107,11 @@ class BatchTable:
         self._scale_X: Tensor | None = None
         self.offsets = bags.offsets
         kernels = implementation_for("exchange", rows_N)
-        if bags.offsets.numel() and bags.offsets.is_cuda and not later:  # `read_features` does not check offsets on a GPU
+        reported = later and layout.is_owner_pooled is None  # by kernels; bags that owners pool make the host wait anyway
+        if bags.offsets.numel() and bags.offsets.is_cuda and not reported:  # `read_features` does not check those of a GPU
             raise_bad_offsets(bags.offsets, bags.ids_N.numel())
-        feature_N = layout.features_of(bags)
-        if later:
+        feature_N = layout.features_of(bags, checked=not reported)
+        if reported:
             global_N = kernels.global_rows(layout.fields_F2, rows_N, bags.offsets, layout.end)
         else:
             global_N = layout.global_rows(rows_N, feature_N)
