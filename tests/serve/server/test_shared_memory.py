@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import uuid
+from contextlib import suppress
 from multiprocessing import shared_memory
 from unittest.mock import Mock
 
@@ -99,6 +101,25 @@ def test_texts_in_shared_memory_are_ids(running, api, region):
         with pytest.raises(InferenceServerException) as caught:  # these tables have few rows, and the error names the id
             client.infer("tables", [tensor])
         assert str(id_of_text("tea")) in str(caught.value)
+
+
+@pytest.mark.parametrize("api", CLIENTS)
+def test_texts_in_shared_memory_are_read_outside_of_the_event_loop(running, api, region, monkeypatch):
+    memory, threads, read = region(100), [], SharedRegions.read
+
+    def record(*given):
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return read(*given)
+
+    monkeypatch.setattr(SharedRegions, "read", record)
+    with client_of(api, running) as client:
+        client.register_system_shared_memory("r", memory.name, 100)
+        for datatype, size in (("INT64", 8), ("BYTES", 4)):
+            tensor = api.InferInput("user", [1], datatype)
+            tensor.set_shared_memory("r", size)
+            with suppress(InferenceServerException):  # these tables have few rows
+                client.infer("tables", [tensor])
+    assert threads[0] not in ("messages", "json") and threads[1] == ("messages" if api is triton else "json")
 
 
 def ask(name="r", offset=0, size=8, output=None):
