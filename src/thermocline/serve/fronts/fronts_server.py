@@ -90,8 +90,10 @@ class FrontsServer(InferenceServer):
         for name in metrics.models:
             metrics.of(name).queued_in_fronts = sum(queued.get(name, 0) for queued in self._gauges("queued"))
         for name, lookups in counts["lookups"].items():
-            if (served := self.repository.in_use(name)) is not None and len(lookups) == len(served.model.shards()) + 1:
-                served.model.count_lookups(lookups)  # type: ignore[attr-defined]
+            if (served := self.repository.in_use(name)) is not None and len(lookups["shards"]) == len(
+                served.model.shards()
+            ) + 1:
+                served.model.count_lookups(**lookups)  # type: ignore[attr-defined]
         if "ask" in message:
             task = self._loop.create_task(self._answer(front, message))
             self._tasks.append(task)
