@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -17,9 +20,13 @@ from serve.test_fronts import DIM, IDS, ROWS, constant, until
 from thermocline.serve.fronts import front_processes
 from thermocline.serve.fronts.front import FrontRepository
 from thermocline.serve.fronts.front_tables import FrontLookups, FrontTables
+from thermocline.serve.fronts.fronts_server import FrontsServer
 from thermocline.serve.fronts.messages import pack, receive_message, send_message, unpack
-from thermocline.serve.server.config import ServerConfig
-from thermocline.serve.server.metrics import ModelMetrics, subtract_counts
+from thermocline.serve.protocol.shared_memory import SharedRegion
+from thermocline.serve.server.config import ServerConfig, ServerLimits
+from thermocline.serve.server.metrics import ModelMetrics, ServerMetrics, subtract_counts
+from thermocline.serve.server.model_loader import ShardConfig
+from thermocline.serve.server.model_repository import ModelRepository
 from thermocline.serve.tables.lookup import look_up_alone
 from thermocline.serve.tables.requests import parse_request
 from thermocline.serve.tables.segments import SharedSegment
@@ -176,3 +183,92 @@ def test_counts_of_processes_add_up_to_those_of_one() -> None:
     for stage, counts in found["stages"].items():
         assert counts.pop("total") == pytest.approx(expected["stages"][stage].pop("total"))
     assert found == expected
+
+
+# -- supervision --
+
+
+class FakeFront:
+    """A front process without a process, which obeys every order."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.process = number, Mock(pid=7)
+        (self.asks, self.theirs), (self.orders, _) = socket_pair(), socket_pair()
+        self.has, self.gauges, self.answers = dict[str, Any](), dict[str, Any](), True
+        self.killed = threading.Event()
+        self.order = self.close = Mock()
+
+    def reply(self) -> dict[str, Any]:
+        return {}
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The supervision of one front."""
+    monkeypatch.setattr(front_processes, "FrontProcess", FakeFront)
+    processes = front_processes.FrontProcesses(ServerConfig(fronts=1), Mock())
+    processes.start()
+    yield processes
+    processes._closing = True
+    processes.running[0].theirs.close()
+
+
+def test_a_front_is_replaced_after_starting_another_one_failed(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, other = watched.running[0], FakeFront(0)
+    monkeypatch.setattr(front_processes, "FrontProcess", Mock(side_effect=[OSError(errno.EAGAIN, "no process"), other]))
+    before.theirs.close()
+    until(lambda: watched.running[0] is other, "the front is not replaced")
+
+
+def test_a_silent_front_is_killed_while_an_order_waits_for_it(watched: Any) -> None:
+    front = watched.running[0]
+    with watched._lock:  # as an order that waits for a reply has it
+        front.theirs.close()
+        assert front.killed.wait(10)
+    until(lambda: watched.running[0] is not front, "the front is not replaced")
+
+
+def make_server(folder: Path) -> FrontsServer:
+    return FrontsServer(ModelRepository(folder, ShardConfig(), ServerLimits(), ServerMetrics()), ServerConfig(fronts=2))
+
+
+def test_states_reach_fronts_in_their_order(tmp_path: Path) -> None:
+    async def show_two() -> None:
+        server, told = make_server(tmp_path), list[tuple[Any, asyncio.Future[None]]]()
+        loop, server._fronts = server._loop, Mock()
+
+        def run_later(_: None, work: Any, state: Any) -> asyncio.Future[None]:
+            told.append((state["regions"], loop.create_future()))
+            return told[-1][1]
+
+        server._loop = Mock(run_in_executor=run_later)
+        first = loop.create_task(server._show_state())
+        await asyncio.sleep(0)
+        server._service.regions.regions["r"] = SharedRegion("r", "key", 0, 8)
+        second = loop.create_task(server._show_state())
+        await asyncio.sleep(0)
+        assert [state for state, _ in told] == [[]], "a later state may overtake an earlier one"
+        told[0][1].set_result(None)
+        await first
+        await asyncio.sleep(0)
+        told[1][1].set_result(None)
+        await second
+        assert [len(state) for state, _ in told] == [0, 1]
+
+    asyncio.run(show_two())
+
+
+def test_the_state_is_sampled_again_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sample() -> None:
+        server = make_server(tmp_path)
+        server._fronts, server._state = Mock(), Mock(side_effect=OSError(errno.ESTALE, "stale"))  # type: ignore[method-assign]
+        seconds = AsyncMock(side_effect=[None, None, asyncio.CancelledError])
+        monkeypatch.setattr(asyncio, "sleep", seconds)
+        with pytest.raises(asyncio.CancelledError):
+            await server._sample()
+        assert seconds.await_count == 3 and server._state.call_count == 2
+
+    asyncio.run(sample())

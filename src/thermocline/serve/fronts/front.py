@@ -241,8 +241,11 @@ async def _serve(config: ServerConfig, orders: socket.socket, asks: socket.socke
     while not any(end.done() for end in ends):
         await asyncio.wait(ends, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
         _tell(server_asks)
-    await server.stop()
-    _tell(server_asks)
+    stopping = loop.create_task(server.stop())
+    while not stopping.done():  # a silent front would be killed with its requests
+        await asyncio.wait((stopping,), timeout=1.0)
+        _tell(server_asks)
+    stopping.result()
 
 
 def _tell(asks: ServerAsks) -> None:
