@@ -100,7 +100,9 @@ def test_lookups_of_elastic_ids_in_fronts_are_counted_through_publishes(tmp_path
         for each in fronts:
             assert torch.equal(each.tables.lookup({"user": ids})["user"], expected)
         assert tell() == (before + 3 * 163, unknown + 3 * 63, 100)
+        maps = group.current.maps
         group.apply_deltas("1+1", {"user": constant(group, 7.0)["user"]})
+        assert group.current.maps is maps, "ids that stayed would be sent to fronts again"
         for each in fronts:
             group.share(each)  # the version of the publish
             assert (each.tables.lookup({"user": born})["user"] == 7).all()
