@@ -31,17 +31,9 @@ from thermocline.kernels import quantize_rows
 from thermocline.models import DLRM
 from thermocline.serve.fronts import front_processes
 from thermocline.serve.fronts.front_processes import reserve_port
-from thermocline.serve.fronts.front_tables import FrontTables
 from thermocline.serve.fronts.fronts_server import FrontsServer
-from thermocline.serve.fronts.messages import pack, receive_message, send_message, unpack
 from thermocline.serve.server.config import ServerConfig, ServerLimits
-from thermocline.serve.server.metrics import ModelMetrics, subtract_counts
 from thermocline.serve.server.model_loader import ShardConfig, make_repository
-from thermocline.serve.tables.lookup import look_up_alone
-from thermocline.serve.tables.requests import parse_request
-from thermocline.serve.tables.segments import SharedSegment
-from thermocline.serve.tables.shard_group import ShardGroup
-from thermocline.serve.tables.shard_server import socket_pair
 
 ROWS, DIM, NAMES = 211, 8, ("user", "item", "shop")
 PATIENCE_S = 120.0
@@ -232,43 +224,6 @@ def test_publishes_reach_all_fronts_and_are_never_mixed(fronts: Fronts) -> None:
     assert (fronts.rows()[1] == 39).all()
 
 
-def test_rows_are_written_in_place_only_when_no_front_reads_them(tmp_path: Path) -> None:
-    rows = thermocline.RowConfig("fp32", cache=0.0)
-    thermocline.save(thermocline.EmbeddingCollection([thermocline.Table("user", ROWS, DIM)], rows=rows), tmp_path)
-
-    class OneFront:
-        """A front in this process."""
-
-        def __init__(self) -> None:
-            self.tables = FrontTables("tables")
-
-        def show(self, group: Any, version: Any, held: int, segments: Any) -> None:
-            own = [SharedSegment(each.size, descriptor=os.dup(each.descriptor)) for each in segments]
-            packed = pack(front_processes._values_of(version))
-            values = unpack(os.dup(packed.descriptor))
-            self.tables.show(self.tables.prepare(values, [] if self.tables.version else own))
-
-        def settle(self, group: Any, seconds: float) -> bool:
-            return self.tables.settle(0.0)
-
-        def hide(self, group: Any) -> None:
-            self.tables.close()
-
-    with ShardGroup(tmp_path, 2) as group:
-        readers = OneFront()
-        group.share(readers)
-        before = group.lookup({"user": range(ROWS)})["user"]
-        reading = readers.tables.current  # a lookup that does not end
-        group.apply_deltas("1+1", constant(group, 7.0))
-        assert not group.settle() and group.current.overlay is not None
-        assert torch.equal(readers.tables.lookup({"user": range(ROWS)})["user"], torch.full((ROWS, DIM), 7.0))
-        assert torch.equal(torch.from_numpy(look_up_alone(reading, parse_request(reading, IDS))["user"]), before)
-        del reading
-        until(group.settle, "the rows were not written in place")
-        assert group.current.overlay is None
-        assert torch.equal(readers.tables.lookup({"user": range(ROWS)})["user"], torch.full((ROWS, DIM), 7.0))
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_front_that_dies_or_hangs_is_replaced(fronts: Fronts, how: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_processes, "ORDER_S", 1.0)
@@ -321,56 +276,3 @@ def test_sigterm_ends_the_server_and_its_fronts(tmp_path: Path) -> None:
     assert server.returncode == 0 and len(below) >= 2
     assert [json.loads(line)["event"] for line in logged.splitlines() if line[:1] == "{"][-2:] == ["draining", "stopped"]
     assert not any(os.path.exists(f"/proc/{pid}") for pid in below)
-
-
-# -- messages and counts --
-
-
-def test_packed_values_come_back_in_every_bit() -> None:
-    tensors = [
-        torch.arange(63, dtype=torch.bfloat16)[::2],
-        torch.tensor(3.5),
-        torch.zeros(0, 7),
-        torch.ones(3, dtype=torch.bool),
-    ]
-    ids = np.arange(1001) * 7
-    segment = pack({"tensors": tensors, "ids": ids, "same": [ids, ids], "empty": np.zeros((0, 3))})
-    found = unpack(os.dup(segment.descriptor))
-    del segment
-    for one, other in zip(found["tensors"], tensors, strict=True):
-        assert torch.equal(one, other) and one.dtype == other.dtype and one.shape == other.shape
-    np.testing.assert_array_equal(found["ids"], ids)
-    assert found["same"][0] is found["same"][1] and found["empty"].shape == (0, 3)
-
-
-@pytest.mark.parametrize("length", [0, 1, 70_000, 1_000_003])
-def test_messages_have_any_length(length: int) -> None:
-    mine, theirs = socket_pair()
-    reading, writing = os.pipe()
-    with mine, theirs:
-        send_message(mine, {"text": "x" * length, "apart!": 1}, [writing])
-        message, (copy,) = receive_message(theirs)
-    assert message == {"text": "x" * length, "apart!": 1}
-    os.write(copy, b"1")
-    assert os.read(reading, 2) == b"1"
-    for each in (reading, writing, copy):
-        os.close(each)
-
-
-def test_counts_of_processes_add_up_to_those_of_one() -> None:
-    parts, whole, added = [ModelMetrics("a"), ModelMetrics("a")], ModelMetrics("a"), ModelMetrics("a")
-    sent: list[dict[str, Any]] = [{}, {}]
-    random = np.random.default_rng(1)
-    for number in range(63):
-        part, seconds = parts[number % 2], random.exponential(1e-3, 4)
-        for one in (part, whole):
-            one.record(*seconds, 3)
-            one.failed["NOT_FOUND"] += number % 3
-            one.batches[number % 5] += 1
-        now = part.counts()
-        added.add(json.loads(json.dumps(subtract_counts(now, sent[number % 2]))))
-        sent[number % 2] = now
-    found, expected = added.counts(), whole.counts()
-    for stage, counts in found["stages"].items():
-        assert counts.pop("total") == pytest.approx(expected["stages"][stage].pop("total"))
-    assert found == expected

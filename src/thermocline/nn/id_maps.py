@@ -124,7 +124,8 @@ class ElasticMaps(FeatureMaps):
         elastic = zip(self.places, self.users, self.keys, strict=True)
         zeros = {f: at[1] + keys.rules.rows for at, users, keys in elastic if not keys.policy.shared for f in users}
         self.has_zeros = bool(zeros)
-        self.zeros_F = torch.tensor([zeros.get(f, -1) for f in range(len(maps))], device=device)  # rows that read zeros
+        rows = [zeros.get(f, -1) for f in range(len(maps))]
+        self.zeros_F = torch.tensor(rows, dtype=torch.int64, device=device)  # rows that read zeros
 
     def check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda", "meta"):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import threading
 import uuid
+from contextlib import suppress
 from multiprocessing import shared_memory
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +23,9 @@ from tritonclient.utils import InferenceServerException
 
 from thermocline.errors import BadInput
 from thermocline.heat.text_ids import id_of_text
+from thermocline.serve.protocol import grpc_messages, rest, schema
 from thermocline.serve.protocol.shared_memory import SharedRange, SharedRegions
+from thermocline.serve.protocol.tensors import RequestLimits
 
 PREFIX = f"thermocline-{uuid.uuid4().hex[:8]}-"
 CLIENTS = [triton, triton_http]
@@ -97,6 +103,25 @@ def test_texts_in_shared_memory_are_ids(running, api, region):
         assert str(id_of_text("tea")) in str(caught.value)
 
 
+@pytest.mark.parametrize("api", CLIENTS)
+def test_texts_in_shared_memory_are_read_outside_of_the_event_loop(running, api, region, monkeypatch):
+    memory, threads, read = region(100), [], SharedRegions.read
+
+    def record(*given):
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return read(*given)
+
+    monkeypatch.setattr(SharedRegions, "read", record)
+    with client_of(api, running) as client:
+        client.register_system_shared_memory("r", memory.name, 100)
+        for datatype, size in (("INT64", 8), ("BYTES", 4)):
+            tensor = api.InferInput("user", [1], datatype)
+            tensor.set_shared_memory("r", size)
+            with suppress(InferenceServerException):  # these tables have few rows
+                client.infer("tables", [tensor])
+    assert threads[0] not in ("messages", "json") and threads[1] == ("messages" if api is triton else "json")
+
+
 def ask(name="r", offset=0, size=8, output=None):
     shared = {"shared_memory_region": name, "shared_memory_offset": offset, "shared_memory_byte_size": size}
     tensor = {"name": "user", "shape": [size // 8], "datatype": "INT64", "parameters": shared}
@@ -122,9 +147,11 @@ def test_only_files_with_the_prefix_are_opened(running, region, tmp_path):
     (tmp_path / "secret").write_bytes(bytes(64))
     os.symlink(tmp_path / "secret", link)
     os.mkfifo(f"/dev/shm/{PREFIX}pipe")
+    os.link(f"/dev/shm/{other.name}", f"/dev/shm/{PREFIX}name")
     try:
         hostile = [
             other.name,
+            f"{PREFIX}name",
             f"{PREFIX}link",
             f"{PREFIX}pipe",
             f"{PREFIX}../x",
@@ -138,6 +165,7 @@ def test_only_files_with_the_prefix_are_opened(running, region, tmp_path):
     finally:
         os.unlink(link)
         os.unlink(f"/dev/shm/{PREFIX}pipe")
+        os.unlink(f"/dev/shm/{PREFIX}name")
     assert register(running, region(64).name)[0] == 200
 
 
@@ -167,6 +195,32 @@ def test_large_ranges_are_refused_before_they_are_read(region):
     with pytest.raises(BadInput) as caught:
         regions.read("user", SharedRange("r", 0, 64 * 63 + 1), 63)
     assert caught.value.available == 64 * 63
+
+
+def test_inputs_of_a_request_share_the_limit_of_what_is_read(region):
+    limits, regions, memory = RequestLimits(values=63), SharedRegions(PREFIX), region(1 << 20)
+    regions.register("r", memory.name, 0, 1 << 20)
+    half = ask(size=32 * 63)["inputs"][0]
+    tensors = [half | {"name": f"feature{number}"} for number in range(3)]
+    text = [json.dumps({"inputs": tensors[:count]}).encode() for count in (2, 3)]
+    assert rest.read_request("tables", "", text[0], len(text[0]), limits, regions)[0].copied == 64 * 63
+    with pytest.raises(BadInput, check=lambda error: error.parameter == "feature2" and error.available == 0):
+        rest.read_request("tables", "", text[1], len(text[1]), limits, regions)
+    message = schema.ModelInferRequest(model_name="tables")
+    for each in tensors:
+        tensor = message.inputs.add(name=each["name"], datatype="INT64", shape=each["shape"])
+        tensor.parameters["shared_memory_region"].string_param = "r"
+        tensor.parameters["shared_memory_byte_size"].int64_param = 32 * 63
+    with pytest.raises(BadInput, check=lambda error: error.parameter == "feature2" and error.available == 0):
+        grpc_messages.read_request(message.SerializeToString(), limits, regions)
+
+
+def test_outputs_that_find_no_memory_are_refused(region, monkeypatch):
+    regions, memory = SharedRegions(PREFIX), region(64)
+    regions.register("r", memory.name, 0, 64)
+    monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(BadInput, check=lambda error: error.parameter == "user"):
+        regions.write("user", SharedRange("r", 0, 64), np.zeros(16, np.float32))
 
 
 def test_shared_memory_is_off_without_the_option(served, region):

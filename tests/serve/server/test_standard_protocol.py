@@ -17,7 +17,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from tritonclient.utils import InferenceServerException
 
 from thermocline.heat.text_ids import id_of_text
-from thermocline.serve.protocol import schema
+from thermocline.serve.protocol import rest, schema
 from thermocline.serve.protocol.grpc_messages import read_request
 from thermocline.serve.server import grpc_standard
 from thermocline.serve.server.config import Credentials
@@ -203,3 +203,10 @@ def test_json_never_holds_infinity_or_nan(serve):
         assert post(running.http, "/v2/models/tables/infer", ask(ids, binary_data_output=True))[0] == 200
     weights = {"name": "user.weights", "shape": [1], "datatype": "FP32", "data": [float("inf")]}
     assert post(running.http, "/v2/models/tables/infer", {"inputs": [*ask([5])["inputs"], weights]})[0] == 400
+
+
+@pytest.mark.parametrize("datatype, dtype", [("INT64", np.int64), ("FP32", np.float32), ("BYTES", np.int64)])
+def test_an_input_without_values_is_an_empty_array(datatype, dtype):
+    body = json.dumps({"inputs": [{"name": "user", "shape": [0], "datatype": datatype, "data": []}]}).encode()
+    array = rest.read_request("tables", "", body, len(body))[0].inputs["user"]
+    assert array.shape == (0,) and array.dtype == dtype

@@ -14,7 +14,7 @@ import pickle
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from thermocline.serve.server.server import InferenceServer, keep_freed_memory, 
 from thermocline.serve.tables.segments import SharedSegment
 from thermocline.serve.tables.version import TableVersion
 
-from .front_tables import FrontTables
+from .front_tables import FrontLookups, FrontTables
 from .messages import receive_message, send_message, unpack
 
 _ERRORS: dict[str, Callable[[str], Exception]] = {
@@ -49,6 +49,7 @@ class FrontRepository(ModelRepository):
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(Path(), ShardConfig(), config.limits, ServerMetrics())
         self.tables: dict[str, FrontTables] = {}
+        self.lookups: dict[str, FrontLookups] = {}
         self.on_regions: Callable[[list[list[Any]]], None]
         self.state: dict[str, Any] = {"ready": False, "names": [], "loading": [], "shards": {}}
 
@@ -62,6 +63,15 @@ class FrontRepository(ModelRepository):
     @property
     def ready(self) -> bool:
         return bool(self.state["ready"]) and not self.draining
+
+    def prepare(
+        self, name: str, changed: Mapping[str, Any], segments: Sequence[SharedSegment]
+    ) -> tuple[FrontTables, TableVersion]:  # fmt: skip
+        """The tables of a model and their next version, to show in the event loop."""
+        tables = self.tables.get(name) or FrontTables(name, self.lookups.setdefault(name, FrontLookups()))
+        version = tables.prepare(changed, segments)
+        self.tables[name] = tables
+        return tables, version
 
     def show(self, tables: FrontTables, version: TableVersion) -> None:
         """Serve a version of a model."""
@@ -89,9 +99,8 @@ class FrontRepository(ModelRepository):
 
     def counts(self) -> dict[str, Any]:
         """Everything that this front has counted."""
-        lookups = {name: tables.tally_S.tolist() for name, tables in self.tables.items()}
-        ids = {name: {f: each.tolist() for f, each in tables.looked_up.items()} for name, tables in self.tables.items()}
-        return {"metrics": self.metrics.counts(), "lookups": lookups, "ids": ids}
+        lookups = {name: each.counts() for name, each in list(self.lookups.items())}  # `prepare` adds to it in a thread
+        return {"metrics": self.metrics.counts(), "lookups": lookups}
 
 
 class ServerAsks:
@@ -209,10 +218,7 @@ class OrderThread:
         elif action == "show":
             pairs = zip(message["sizes"], descriptors[1:], strict=True)
             segments = [SharedSegment(size, descriptor=each) for size, each in pairs]
-            tables = repository.tables.get(name) or FrontTables(name)
-            version = tables.prepare(unpack(descriptors[0]), segments)
-            repository.tables[name] = tables
-            self._in_loop(repository.show, tables, version)
+            self._in_loop(repository.show, *repository.prepare(name, unpack(descriptors[0]), segments))
         elif action == "settle":
             return {"settled": name not in repository.tables or repository.tables[name].settle(message["seconds"])}
         elif action == "hide":
@@ -235,8 +241,11 @@ async def _serve(config: ServerConfig, orders: socket.socket, asks: socket.socke
     while not any(end.done() for end in ends):
         await asyncio.wait(ends, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
         _tell(server_asks)
-    await server.stop()
-    _tell(server_asks)
+    stopping = loop.create_task(server.stop())
+    while not stopping.done():  # a silent front would be killed with its requests
+        await asyncio.wait((stopping,), timeout=1.0)
+        _tell(server_asks)
+    stopping.result()
 
 
 def _tell(asks: ServerAsks) -> None:

@@ -146,15 +146,15 @@ class FrontProcesses:
                 while True:
                     self._heard(front, receive_message(front.asks)[0])
                     deaths = 0
+            front.kill()  # first: an order that has the lock may be waiting for its reply
             with self._lock:
-                front.kill()
                 if self._closing:
                     return
                 front.answers = False
             deaths += 1
             log("a front process has ended and is replaced", WARNING, front=number, pid=front.process.pid, deaths=deaths)
             time.sleep(min(0.05 * 2 ** min(deaths - 1, 10), _MAX_PAUSE_S))
-            with suppress(BadInput):  # it is tried again
+            with suppress(BadInput, OSError):  # no process, descriptor or memory: it is tried again
                 self._replace(front)
 
     def _replace(self, dead: FrontProcess) -> None:
@@ -173,7 +173,7 @@ class FrontProcesses:
                 self.running[front.number] = front
                 if self._closing:
                     front.kill()
-        except BadInput:
+        except BaseException:
             front.kill()
             front.close()
             raise

@@ -21,13 +21,26 @@ from thermocline.serve.tables.served_tables import ServedTables
 from thermocline.serve.tables.version import TableVersion
 
 
+class FrontLookups:
+    """Lookups that a front has counted of a model: by shard, and by feature with elastic ids, as in `KeyedMap`.
+
+    They outlive the model: the server is told what was counted since it was last told.
+    """
+
+    def __init__(self) -> None:
+        self.shards_S = np.zeros(0, np.int64)
+        self.elastic: dict[str, torch.Tensor] = {}
+
+    def counts(self) -> dict[str, Any]:
+        """The counts as numbers."""
+        return {"shards": self.shards_S.tolist(), "elastic": {name: each.tolist() for name, each in list(self.elastic.items())}}
+
+
 class FrontTables(ServedTables):
     """The tables of one model in a front process."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.tally_S = np.zeros(0, np.int64)  # lookups by shard, of this front
-        self.looked_up: dict[str, torch.Tensor] = {}  # elastic ids by feature, and those of them without a row, of this front
+    def __init__(self, name: str, lookups: FrontLookups) -> None:
+        self.name, self._lookups = name, lookups
         self._values: dict[str, Any] = {}
         self._segments: tuple[torch.Tensor, ...] = ()
         self._retired = RetiredVersions()
@@ -37,10 +50,6 @@ class FrontTables(ServedTables):
     def prepare(self, changed: Mapping[str, Any], segments: Sequence[SharedSegment]) -> TableVersion:
         """The next version, from what changed since the last one. `segments`: those of a newly loaded version."""
         self._values |= changed
-        if (maps := changed.get("maps")) is not None and maps.keyed:  # their counts lie in memory of all fronts
-            names, count = self._values["features"], self.looked_up.setdefault
-            own = {f: replace(map, looked_up=count(names[f], map.looked_up.new_zeros(2))) for f, map in maps.keyed.items()}
-            self._values["maps"] = maps.with_keyed(own)
         if segments:
             memory = [segment.memory for segment in segments]
             for segment in segments:
@@ -48,9 +57,14 @@ class FrontTables(ServedTables):
             self._segments = tuple(map(torch.from_numpy, memory))
             self._huge_pages.stop()
             self._huge_pages = HugePageThread(memory)
-        if len(self.tally_S) != len(self._segments) + 1:
-            self.tally_S = np.zeros(len(self._segments) + 1, np.int64)
-        version = TableVersion(segments=self._segments, tally_S=self.tally_S, **self._values)
+        lookups = self._lookups
+        if len(lookups.shards_S) != len(self._segments) + 1:
+            lookups.shards_S = np.zeros(len(self._segments) + 1, np.int64)
+        if (maps := changed.get("maps")) is not None:  # all fronts share the memory of its own counts
+            names, zeros = self._values["features"], torch.zeros(2, dtype=torch.int64)
+            counted = {f: lookups.elastic.setdefault(names[f], zeros.clone()) for f in maps.keyed}
+            self._values["maps"] = maps.with_keyed({f: replace(map, looked_up=counted[f]) for f, map in maps.keyed.items()})
+        version = TableVersion(segments=self._segments, tally_S=lookups.shards_S, **self._values)
         if segments:
             warm_up(version)
         return version

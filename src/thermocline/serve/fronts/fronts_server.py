@@ -12,11 +12,13 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from logging import WARNING
 from typing import Any
 
 from thermocline.serve.errors import NotReady
 from thermocline.serve.server.config import ServerConfig
 from thermocline.serve.server.inference_service import error_status
+from thermocline.serve.server.json_log import log
 from thermocline.serve.server.model_repository import ModelRepository
 from thermocline.serve.server.server import InferenceServer
 
@@ -31,7 +33,7 @@ class FrontsServer(InferenceServer):
         super().__init__(repository, config)
         self._ports: Sequence[socket.socket] = ()
         self._fronts: FrontProcesses | None = None
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._showing = asyncio.get_running_loop(), asyncio.Lock()
         repository.metrics.in_flight = lambda: sum(self._gauges("in_flight"))
 
     async def _open_ports(self) -> None:
@@ -56,16 +58,23 @@ class FrontsServer(InferenceServer):
         while True:
             await asyncio.sleep(1)
             self._service.history.sample()
-            await self._show_state()
+            try:
+                await self._show_state()
+            except (OSError, NotReady) as error:  # the folder cannot be read now, or a model is being closed
+                log("fronts were not told the state of the server", WARNING, error=str(error)[:400])
 
     async def _show_state(self) -> None:
         assert self._fronts is not None
+        async with self._showing:  # an earlier state must not replace a later one
+            await self._loop.run_in_executor(None, self._fronts.show_state, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        """What fronts say of all models."""
         names, repository = self.repository.names(), self.repository
         served = {each.model.name: [list(shard) for shard in each.model.shards()] for each in repository.all_served()}
         loading = [each["name"] for each in repository.index() if each["state"] == "LOADING"]
         regions = [list(each) for each in self._service.regions.regions.values()]
-        state = {"ready": repository.ready, "names": names, "loading": loading, "shards": served, "regions": regions}
-        await self._loop.run_in_executor(None, self._fronts.show_state, state)
+        return {"ready": repository.ready, "names": names, "loading": loading, "shards": served, "regions": regions}
 
     async def _close_ports(self) -> None:
         if self._fronts is not None:
@@ -90,8 +99,10 @@ class FrontsServer(InferenceServer):
         for name in metrics.models:
             metrics.of(name).queued_in_fronts = sum(queued.get(name, 0) for queued in self._gauges("queued"))
         for name, lookups in counts["lookups"].items():
-            if (served := self.repository.in_use(name)) is not None and len(lookups) == len(served.model.shards()) + 1:
-                served.model.count_lookups(lookups, counts["ids"][name])  # type: ignore[attr-defined]
+            if (served := self.repository.in_use(name)) is not None and len(lookups["shards"]) == len(
+                served.model.shards()
+            ) + 1:
+                served.model.count_lookups(**lookups)  # type: ignore[attr-defined]
         if "ask" in message:
             task = self._loop.create_task(self._answer(front, message))
             self._tasks.append(task)

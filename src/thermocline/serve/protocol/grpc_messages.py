@@ -78,7 +78,7 @@ def read_request(
         if name in inputs:
             raise BadInput(f"input {name!r} occurs twice", parameter=name)
         if (at := shared.get(name)) is not None:
-            data = regions.read(name, at, limits.values)
+            data = regions.read(name, at, limits.values, copied)
             copied += len(data)
         elif raw:
             data = next(pieces)

@@ -62,7 +62,7 @@ def read_request(
     inputs: dict[str, Array] = {}
     rest, copied = memoryview(body)[length:], 0
     for tensor in tensors:
-        name, array, rest, taken = _read_input(tensor, rest, limits, regions)
+        name, array, rest, taken = _read_input(tensor, rest, limits, regions, copied)
         copied += taken
         if name in inputs:
             raise BadInput(f"input {name!r} occurs twice", parameter=name)
@@ -95,9 +95,9 @@ def read_json(body: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> dict[str, 
 
 
 def _read_input(
-    tensor: object, rest: memoryview, limits: RequestLimits, regions: SharedRegions
+    tensor: object, rest: memoryview, limits: RequestLimits, regions: SharedRegions, copied: int
 ) -> tuple[str, Array, memoryview, int]:  # fmt: skip
-    """One input, the bytes that follow its own, and how many came from shared memory."""
+    """One input, the bytes that follow its own, and how many came from shared memory. `copied`: of the inputs before."""
     if not isinstance(tensor, dict):
         raise BadInput("every input must be an object with name, shape, datatype and data", parameter="inputs")
     name, datatype, shape = (tensor.get(key) for key in ("name", "datatype", "shape"))
@@ -107,7 +107,8 @@ def _read_input(
         raise BadInput(f"input {name!r}: 'shape' must be a list of integers", parameter=name)
     parameters = _parameters(tensor)
     if (at := SharedRange.of(name, parameters)) is not None:
-        return name, from_bytes(name, datatype, shape, regions.read(name, at, limits.values), limits), rest, at.size
+        data = regions.read(name, at, limits.values, copied)
+        return name, from_bytes(name, datatype, shape, data, limits), rest, at.size
     size = parameters.get("binary_data_size")
     if size is None:
         if "data" not in tensor:

@@ -96,12 +96,12 @@ class SharedRegions:
             raise BadInput(f"there is no region {name[:100]!r}", parameter="region")
         return [each._asdict() for each in self.regions.values() if name in ("", each.name)]
 
-    def read(self, tensor: str, at: SharedRange, values: int) -> bytes:
-        """The bytes of an input, at most `_VALUE_BYTES` for each of `values`."""
-        limit = _VALUE_BYTES * values
+    def read(self, tensor: str, at: SharedRange, values: int, before: int = 0) -> bytes:
+        """The bytes of an input: at most `_VALUE_BYTES` for each of `values`, with the bytes of inputs `before` it."""
+        limit = _VALUE_BYTES * values - before
         region, begin = self._place(tensor, at)
         if at.size > limit:
-            words = f"tensor {tensor!r} has {at.size:,} bytes in shared memory, the limit is {limit:,}"
+            words = f"tensor {tensor!r} has {at.size:,} bytes in shared memory, the request may have {limit:,} more"
             raise BadInput(words, parameter=tensor, needed=at.size, available=limit)
         with _opened(region.key, self.prefix or "") as (file, _):
             data = os.pread(file, at.size, begin)
@@ -120,7 +120,11 @@ class SharedRegions:
             if begin + len(data) > size:  # writing beyond its end would make it longer
                 raise BadInput(f"tensor {tensor!r}: region {at.region!r} has become shorter", parameter=tensor)
             while len(data):
-                done = os.pwrite(file, data, begin)
+                try:
+                    done = os.pwrite(file, data, begin)
+                except OSError as error:  # the file has holes, and no memory is left for them
+                    words = f"output {tensor!r} cannot be written to region {at.region!r}: {error.strerror}"
+                    raise BadInput(words, parameter=tensor) from None
                 data, begin = data[done:], begin + done
         return at._replace(size=array.nbytes)
 
@@ -166,7 +170,7 @@ def _opened(key: str, prefix: str) -> Iterator[tuple[int, int]]:
         raise BadInput(f"key {key[:100]!r} cannot be opened: {error.strerror}", parameter="key") from None
     try:
         about = os.fstat(file)
-        if not stat.S_ISREG(about.st_mode):
+        if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:  # another name of the file may not have the prefix
             raise BadInput(f"key {key[:100]!r} is not shared memory", parameter="key")
         yield file, about.st_size
     finally:

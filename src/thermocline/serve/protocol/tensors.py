@@ -149,7 +149,7 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> 
         raise BadInput(f"input {name!r}: its data is not a list of {datatype} numbers", parameter=name)
     try:
         # In pieces, between which other threads get the interpreter lock.
-        pieces = [_piece(name, dtype, values[at : at + PIECE]) for at in range(0, len(values), PIECE)]
+        pieces = [_piece(name, dtype, values[at : at + PIECE]) for at in range(0, max(1, len(values)), PIECE)]
         array = np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         if isinstance(error, BadInput):

@@ -23,6 +23,7 @@ from thermocline.errors import BadInput
 from thermocline.serve.errors import UnknownModel
 from thermocline.serve.protocol import schema
 from thermocline.serve.protocol.grpc_messages import parse, read_request, write_response, write_streamed
+from thermocline.serve.protocol.shared_memory import REGION
 from thermocline.serve.protocol.tensors import InferRequest, refuse_count
 from thermocline.serve.protocol.wire import check_counts
 
@@ -36,7 +37,8 @@ _PUBLIC = (f"/{schema.SERVICE}/ServerLive", f"/{schema.SERVICE}/ServerReady", CH
 _CONTROL = (f"/{schema.SERVICE}/RepositoryModelLoad", f"/{schema.SERVICE}/RepositoryModelUnload")
 _HEALTH = ("ServerLive", "ServerReady", "ModelReady")
 LOOP_VALUES, LOOP_BYTES = 1 << 12, 1 << 20  # typed values that are read, and tensors that are written, in the event loop
-LOOP_TEXT, _HAS_TEXT = 1 << 15, b"\x12\x05BYTES"  # larger messages with texts, which are hashed one by one, leave the loop
+# Larger messages with texts, which are hashed one by one, leave the loop. Texts in shared memory may be many.
+LOOP_TEXT, _HAS_TEXT, _IS_SHARED = 1 << 15, b"\x12\x05BYTES", REGION.encode()
 MAX_CONTROL_BYTES = 1 << 16  # of a request that holds no tensors
 
 
@@ -76,7 +78,8 @@ class GrpcService:
     async def _read(self, data: bytes) -> InferRequest:
         """The request in a message. Many typed values are converted in a worker thread: each becomes a Python object."""
         given = data, self._counts, self._service.regions
-        if check_counts(data, self._counts) <= LOOP_VALUES and not (len(data) > LOOP_TEXT and _HAS_TEXT in data):
+        texts = _HAS_TEXT in data and (len(data) > LOOP_TEXT or _IS_SHARED in data)
+        if check_counts(data, self._counts) <= LOOP_VALUES and not texts:
             return read_request(*given)
         return await asyncio.get_running_loop().run_in_executor(self._worker, read_request, *given)
 

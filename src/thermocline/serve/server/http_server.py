@@ -32,6 +32,7 @@ from thermocline.serve.protocol.rest import (
     read_request,
     write_response,
 )
+from thermocline.serve.protocol.shared_memory import REGION
 from thermocline.serve.protocol.tensors import RequestLimits
 
 from .config import Credentials, ServerConfig
@@ -143,7 +144,8 @@ class HttpServer:
             body = await self._body(request, take)
             received = perf_counter()
             length = json_length(body, request.headers.get(HEADER_LENGTH))
-            large = length > LOOP_BYTES or (len(body) > LOOP_BYTES and b'"BYTES"' in body[:length])
+            texts = b'"BYTES"' in body[:length] and (len(body) > LOOP_BYTES or REGION.encode() in body[:length])
+            large = length > LOOP_BYTES or texts
             parsed, binary = await self._run(large, read_request, model, version, body, length, counts, service.regions)
             take(parsed.copied)
             result = await service.infer(parsed, service.find(parsed), received, take)

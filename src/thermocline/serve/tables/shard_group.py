@@ -296,12 +296,12 @@ class ShardGroup(ServedTables):
         if self._readers is not None and self._supervisor is not None:
             self._readers.show(self, version, self._held, self._supervisor.segments(str(self._held)))
 
-    def count_lookups(self, lookups: Sequence[int], ids: Mapping[str, Sequence[int]]) -> None:
-        """Count lookups by shard that other processes made, and those of elastic ids by feature."""
-        self._tally_S += np.asarray(lookups, np.int64)
+    def count_lookups(self, shards: Sequence[int], elastic: Mapping[str, Sequence[int]]) -> None:
+        """Count lookups that other processes made: by shard, and by feature with elastic ids (all, and those without a row)."""
+        self._tally_S += np.asarray(shards, np.int64)
         if (version := self._current) is not None and version.maps is not None:
-            for n, map in version.maps.keyed.items():
-                map.looked_up.add_(torch.tensor(ids.get(version.features[n], (0, 0))))
+            for number, map in version.maps.keyed.items():
+                map.looked_up.add_(torch.tensor(elastic.get(version.features[number], (0, 0)), dtype=torch.int64))
 
     def settle(self) -> bool:
         """Write changed rows in place, if no lookup reads an earlier version. False if the overlay stays for now."""

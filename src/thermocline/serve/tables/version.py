@@ -208,7 +208,7 @@ class TableVersion:
     def in_place(self) -> TableVersion:
         """The version after its changed rows and ids were written in place."""
         if self.maps is None or all(map.moved is None for map in self.maps.keyed.values()):
-            return replace(self, overlay=None)  # with the same maps, which fronts have
+            return replace(self, overlay=None)  # the same maps, which fronts have
         keyed = {f: replace(map, moved=None) for f, map in self.maps.keyed.items()}
         return replace(self, overlay=None, maps=self.maps.with_keyed(keyed))
 
