@@ -24,7 +24,7 @@ from thermocline.serve.tables.version import TableVersion
 class FrontLookups:
     """Lookups that a front has counted of a model: by shard, and by feature with elastic ids, as in `KeyedMap`.
 
-    They outlive the model: the server is told what was counted since it was last told.
+    They outlive the model: the front sends the server what was counted since it last sent.
     """
 
     def __init__(self) -> None:

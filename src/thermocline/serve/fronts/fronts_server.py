@@ -129,6 +129,7 @@ class FrontsServer(InferenceServer):
             await self.repository.load(*given)
         else:
             await self._service.unload(*given)
+            await self.repository.closed()  # which hides it at all fronts
         await self._show_state()
         return None
 

@@ -301,12 +301,16 @@ class ModelRepository:
         if not closing.cancelled() and (error := closing.exception()) is not None:
             log_fault("a version could not be closed", error)
 
+    async def closed(self) -> None:
+        """Wait until the models that were unloaded are closed."""
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
     async def close(self) -> None:
         """Finish queued requests and close every model."""
         self.draining = True
         for name in [name for name, served in self._served.items() if not served.owner]:
             self._close_with_companions(name)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self.closed()
 
 
 async def _close_all(batchers: Sequence[DynamicBatcher]) -> None:
