@@ -62,7 +62,7 @@ def jobs():
         TableConfig(name="item", rows=BIG, dim=16, pooling="none", precision="int8", cache=0.0),
         TableConfig(name="hour", rows=24, dim=8, precision="int8", cache=0.0),
     )
-    slow = {"node": {"bandwidth": 2e8, "latency": 0.0}, "cluster": {"bandwidth": 2e7, "latency": 0.0}}
+    slow = {"node": {"bandwidth": 2e8, "latency": 0.0}, "cluster": {"bandwidth": 1e7, "latency": 0.0}}
     cluster = Topology.model_validate(
         {"nodes": 2, "cards_per_node": 2, "card": {"memory": 1 << 30, "bandwidth": 1e10}, "links": slow, "backend": "gloo"}
     )
@@ -75,7 +75,7 @@ def test_a_plan_slowed_by_drift_is_replaced_when_that_pays(on_ranks, jobs):
     sent = {link: sum(each[1][link] for each in found) for link in ("node", "cluster")}
     for numbers, _, proposed in found:
         (now, then, saves, seconds, pays, after, moves, rows, text), short, again = numbers
-        assert pays and saves == now - then > 0.01 * (now - 2e-3) and after == pytest.approx(seconds / saves)
+        assert pays and saves == now - then > 0.02 * (now - 2e-3) and after == pytest.approx(seconds / saves)
         assert moves == sent  # as proposed, so it was sent
         assert sum(rows["item"].values()) > 10 and "rows from tier" in text and text.endswith("steps of 100,000: migrate.")
         assert not short[4] and short[:4] == (now, then, saves, seconds) and short[-1].endswith("steps of 1: stay.")
