@@ -122,7 +122,7 @@ class Trained:
 
     def in_graph(self) -> tuple[OptimizerArrays | None, Tensor | None, str]:
         """(optimizer, placeholder, owner) of a compiled lookup; an exported program does not train."""
-        if torch.compiler.is_exporting():
+        if torch.compiler._is_exporting_flag:  # is_exporting() is True in every graph that torch < 2.13 traces
             return None, None, ""
         token = self.arena.untrained_placeholder  # stands for what `hand_over` changes, which keeps it in the graph
         return OptimizerArrays((), token, token, F.SGD, False), self.trainer.placeholder, self.owner

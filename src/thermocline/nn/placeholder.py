@@ -25,7 +25,7 @@ from weakref import ReferenceType, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thermocline.errors import BadInput
@@ -67,6 +67,13 @@ class PendingGradients:
         both = torch.cat([self.grads_UW, other.grads_UW])
         sums_MW = both.new_zeros(merged_M.numel(), both.shape[1]).index_add_(0, place, both)
         return PendingGradients(merged_M, sums_MW, torch.cat([self.seen_N, other.seen_N]), ranks=self.ranks)
+
+
+def _is_traced() -> bool:
+    """Whether `.grad` is read by torch.compile, which does so for all inputs of a graph, or by torch.export."""
+    if TracingContext.try_get() is not None:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and detect_fake_mode() is not None
 
 
 class AppliedGradient(ReadOnlyTensor):
@@ -173,15 +180,12 @@ class PlaceholderParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        if self.hidden or TracingContext.try_get() is not None:  # torch.compile reads `.grad` of all inputs of a graph
+        if self.hidden or _is_traced():
             return None
         if self.update == "backward":
             if not self.requires_grad:
                 return None
-            data = self.data
-            if type(data) is not Tensor:  # a fake one, as in torch.export
-                return None
-            applied: AppliedGradient = torch.Tensor._make_subclass(AppliedGradient, data)
+            applied: AppliedGradient = torch.Tensor._make_subclass(AppliedGradient, self.data)
             applied.placeholder = self
             return applied
         if self.pending is None:
