@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from torch import Tensor
 
 from thermocline import formats as F
@@ -16,7 +18,7 @@ from thermocline.kernels.checks import raise_bad_offsets
 from thermocline.kernels.cpu import rows as R
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import FORMATS, TRAIN, Kernel, addresses, as_int64, helper, inlined, kernel
-from thermocline.kernels.cpu.pool import USUAL, pool_bags, pool_usual_bags
+from thermocline.kernels.cpu.pool import GROUP, USUAL, list_rows, pool_bags, pool_usual_bags
 from thermocline.kernels.cpu.sort import BAD_OFFSETS, OK, TASKS_PER_THREAD, offsets_ascend, raise_if_bad
 from thermocline.kernels.cpu.vectors import WIDTH, Emit, Vec, block, fence, get_i64, prefetch, put_f32
 from thermocline.kernels.layout import Cache, Layout, TableLayout, output_shape, per_feature
@@ -25,7 +27,7 @@ STREAM_MIN_BYTES = 1 << 22
 READ_CHUNK = 1024
 TILE, SMALL_TILE = 512, 64  # bags of a tile; the small one for short bags and many threads
 LONG_BAG = 8  # mean lookups of long bags
-SCRATCH_BAGS = 8  # bags whose sums are kept in scratch before they are written out
+SCRATCH_BAGS = 8  # bags of the widest rows whose sums are kept in scratch before they are written out
 SCRATCH_ROW = F.MAX_DIM + R.PAD
 SCRATCH = SCRATCH_BAGS * SCRATCH_ROW
 _TARGET = {torch.float32: F.FP32, torch.float16: F.FP16, torch.bfloat16: F.BF16}
@@ -42,43 +44,49 @@ def _tile(tile, height, features, batch):
 
 
 @helper
-def _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile):
-    """Prefetch the first rows of a tile. Its ids are not checked yet; prefetching an invalid address is harmless."""
+def _prefetch_tile(codes, meta, values, fields, features, ids, offsets, batch, height, tile, rows):
+    """Prefetch the first rows of a checked tile."""
     f, bag, end = _tile(tile, height, features, batch)
-    dim, format, codes, meta, width, words = R.table_of(codes, meta, fields, f)
-    first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
-    rows = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS)
-    grouped = values != 0 and dim >= R.GROUPED_COLUMNS
-    for i in range(first, min(R.next_group(first) + R.PREFETCH_GROUP if grouped else first + R.PREFETCH_DISTANCE, last)):
-        row = get_i64(ids, i)
-        if values == 0:
-            R.prefetch_row(codes, meta, width, words, row)
-        elif 0 <= row < rows:  # reads the metadata
-            R.prefetch_located_row(format, codes, meta, width, words, values, int8_slots, dim, row)
+    dim, _, codes, meta, width, words = R.table_of(codes, meta, fields, f)
+    first, last = get_i64(offsets, bag), get_i64(offsets, end)
+    values = values if words > 0 else 0
+    list_rows(codes, meta, values, width, words, width, dim, ids, first, min(first + 2 * GROUP, last), last, rows)
 
 
 @helper
 def _prefetch_tile_meta(meta, fields, features, ids, offsets, count, batch, height, tile):
-    """Prefetch the metadata of the first rows of a tile."""
+    """Prefetch the metadata of the first rows of a tile. Its ids are not checked yet; an invalid address is harmless."""
     f, bag, end = _tile(tile, height, features, batch)
-    dim, _, _, meta, _, words = R.table_of(0, meta, fields, f)
+    _, _, _, meta, _, words = R.table_of(0, meta, fields, f)
     first, last = max(get_i64(offsets, bag), 0), min(get_i64(offsets, end), count)
-    grouped = dim >= R.GROUPED_COLUMNS
-    ahead = R.next_group(first) + 2 * R.PREFETCH_GROUP if grouped else first + 2 * R.PREFETCH_DISTANCE
-    for i in range(first, min(ahead, last)):
+    for i in range(first, min(first + 3 * GROUP, last)):
         prefetch(meta + get_i64(ids, i) * words)
 
 
+@block("i64 i64 -> i64")
+def _all_below(e: Emit, ids: Any, limit: Any) -> Any:
+    """Whether 16 ids lie between 0 and a limit."""
+    kind = ir.VectorType(ir.IntType(64), WIDTH)
+    found = e.builder.load(e.builder.inttoptr(ids, kind.as_pointer()), align=8)
+    bits = e.mask_bits(e.builder.icmp_unsigned("<", found, e.splat_i64(limit)))
+    return e.widen(e.builder.icmp_unsigned("==", bits, e.number((1 << WIDTH) - 1)))
+
+
 @helper
-def _check_tile(ids, offsets, count, bags, bag, end, limit):
-    """OK, BAD_OFFSETS, or the position of the first bad id of bags `bag` to `end` - 1."""
+def _check_tile(fields, features, ids, offsets, count, batch, height, checked, tile):
+    """OK, BAD_OFFSETS, or the position of the first bad id of a tile."""
+    f, bag, end = _tile(tile, height, features, batch)
+    limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
     low = get_i64(offsets, bag)
-    if low < 0 or (bag == 0 and low != 0) or (end == bags and get_i64(offsets, end) != count):
+    if low < 0 or (bag == 0 and low != 0) or (end == features * batch and get_i64(offsets, end) != count):
         return BAD_OFFSETS
     for b in range(bag, end):
         if get_i64(offsets, b + 1) < get_i64(offsets, b) or get_i64(offsets, b + 1) > count:
             return BAD_OFFSETS
-    for i in range(low, get_i64(offsets, end)):
+    high = get_i64(offsets, end)
+    while low + WIDTH <= high and _all_below(ids + 8 * low, limit):
+        low += WIDTH
+    for i in range(low, high):
         row = get_i64(ids, i)
         if row < 0 or row >= limit:
             return i
@@ -104,27 +112,24 @@ def _tile_pooler(pool, group):
         pitch, target, streamed, scratch, first, last,
     ):  # fmt: skip
         """Pool a range of tiles; returns OK, BAD_OFFSETS or a bad position."""
-        bags = features * batch
+        problem = _check_tile(fields, features, ids, offsets, count, batch, height, checked, first)
         for tile in range(first, last):
-            f, bag, end = _tile(tile, height, features, batch)
-            limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
-            problem = _check_tile(ids, offsets, count, bags, bag, end, limit)
+            if problem == OK and tile + 1 < last:
+                problem = _check_tile(fields, features, ids, offsets, count, batch, height, checked, tile + 1)
             if problem != OK:
                 return problem
+            f, bag, end = _tile(tile, height, features, batch)
             dim, format, table, table_meta, width, words = R.table_of(codes, meta, fields, f)
-            last_id = get_i64(offsets, end)
-            if tile == first:
-                _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile)
             if tile + 1 < last:
-                _prefetch_tile(codes, meta, values, int8_slots, fields, features, ids, offsets, count, batch, height, tile + 1)
+                _prefetch_tile(codes, meta, values, fields, features, ids, offsets, batch, height, tile + 1, scratch)
             if values != 0 and tile + 2 < last:
                 _prefetch_tile_meta(meta, fields, features, ids, offsets, count, batch, height, tile + 2)
-            size = 4 if target == F.FP32 else 2
+            size, last_id = 4 if target == F.FP32 else 2, get_i64(offsets, end)
             place = out + size * ((bag - f * batch) * pitch + get_i64(fields, f * F.LAYOUT_FIELDS + F.COLUMN))
             whole = dim % WIDTH == 0 and place % 64 == 0 and size * pitch % 64 == 0
             direct = target == F.FP32 and not (streamed and whole)
             while bag < end:
-                until = end if direct else min(bag + SCRATCH_BAGS, end)
+                until = end if direct else min(bag + SCRATCH // dim, end)
                 into, step = (place, 4 * pitch) if direct else (scratch, 4 * dim)
                 pool(
                     format, table, table_meta, values, int8_slots, width, words, ids, offsets, weights, bag, until, last_id,
@@ -237,8 +242,7 @@ def _reduce_tiles(
     best, winner, value = scratch, scratch + 4 * SCRATCH_ROW, scratch + 8 * SCRATCH_ROW
     for tile in range(first, last):
         f, bag, end = _tile(tile, height, features, batch)
-        limit = get_i64(fields, f * F.LAYOUT_FIELDS + F.ROWS) if checked else _NO_LIMIT
-        problem = _check_tile(ids, offsets, count, features * batch, bag, end, limit)
+        problem = _check_tile(fields, features, ids, offsets, count, batch, height, checked, tile)
         if problem != OK:
             return problem
         dim, format, table, table_meta, width, words = R.table_of(codes, meta, fields, f)
@@ -287,8 +291,8 @@ def _tile_tasks(rows: RowArrays, call: LookupCall, batch: int, kernel: Kernel, *
     found = [OK] * tasks
 
     def task(number: int) -> None:
-        scratch = np.empty(SCRATCH, dtype=np.float32)
-        part = (torch.from_numpy(scratch).data_ptr(), tiles * number // tasks, tiles * (number + 1) // tasks)
+        scratch = torch.empty(SCRATCH, dtype=torch.float32)
+        part = (scratch.data_ptr(), tiles * number // tasks, tiles * (number + 1) // tasks)
         found[number] = kernel(*table, *lookup, *how, *part)
 
     return task, found
@@ -318,7 +322,7 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     layout, batch = rows.layout, per_feature(rows.layout, offsets)
     shape = output_shape(layout.tables, ids_N, offsets, mode)
     out = torch.empty(shape, dtype=dtype) if mode == F.NONE or _fills_output(layout.tables) else torch.zeros(shape, dtype=dtype)
-    winners = torch.full(shape if mode == F.MAX else (0,), -1, dtype=torch.int32)
+    winners = torch.full(shape, -1, dtype=torch.int32) if mode == F.MAX else torch.empty(0, dtype=torch.int32)
     if batch == 0 or (mode == F.NONE and ids_N.numel() == 0):
         raise_bad_offsets(offsets, ids_N.numel())
         return out, winners
