@@ -15,7 +15,7 @@ from .compile import helper, inlined
 from .rows import CACHED, FORMATS, PREFETCH_DISTANCE, column_of, left_of
 from .vectors import WIDTH, Emit, Vec, block, by_format, get_f32, get_i64, get_u32, prefetch, put_i64
 
-_ZERO, _ONE = np.float32(0), np.float32(1)
+_ONE = np.float32(1)
 
 
 MOST_VECTORS = 8  # vectors of columns that one pass over a bag sums
@@ -50,7 +50,7 @@ def _accumulator(format: int, blocks: int) -> Any:
                 found.append((column_of(e, at, plane, p), left_of(e, at, plane, dim, p) if masked else None))
         return found
 
-    start = block(f"-> acc{count}")(lambda e: [e.zeros()] * count)
+    start = block(f"f32 -> acc{count}")(lambda e, zero: [e.splat(zero)] * count)
 
     @block(f"i64 -> acc{count}")
     def resume(e: Emit, carry: Any) -> list[Vec]:
@@ -126,9 +126,9 @@ def _unit(format: int, blocks: int, cached: bool) -> Any:
     add_row = _row_adder_of(format, blocks, cached, decode, columns)
 
     @helper
-    def unit(rows, offsets, weights, bag, last, at, until, j, plane, dim, mean, out, pitch, carry):
+    def unit(rows, offsets, weights, bag, last, at, until, j, plane, dim, mean, out, pitch, carry, zero):
         low = get_i64(offsets, bag)
-        acc = start()
+        acc = start(zero)
         if low < at:
             acc = resume(carry)
         first = max(low, at)
@@ -141,7 +141,7 @@ def _unit(format: int, blocks: int, cached: bool) -> Any:
                 break
             factor = _ONE / np.float32(max(high - low, 1)) if mean else _ONE
             finish(acc, j, plane, dim, out, factor)
-            acc = start()
+            acc = start(zero)
             low = first = high
             bag += 1
             out += pitch
@@ -219,10 +219,10 @@ def _pooler(format: int, cached: bool) -> Any:
     most = MOST_VECTORS // planes
     # A pass of its own for the last few columns of 72 takes as long as the first. Not every size is compiled: 3, 5
     # and 7 vectors are two passes. Bags without weights have the weight 1: a second set of passes takes 20 s to compile.
-    sum_unit = by_format(lambda blocks: _unit(format, blocks, cached), [n for n in SIZES if n <= most], "i64 " * 14)
+    sum_unit = by_format(lambda blocks: _unit(format, blocks, cached), [n for n in SIZES if n <= most], "i64 " * 14 + "f32")
 
     @helper
-    def pool(codes, meta, values, width, words, ids, offsets, weights, bag, last, end, dim, mean, out, pitch):
+    def pool(codes, meta, values, width, words, ids, offsets, weights, bag, last, end, dim, mean, out, pitch, zero):
         plane, bytes = (dim + planes - 1) // planes, R.row_bytes(format, dim)
         slots = values if cached else 0
         at, stop = get_i64(offsets, bag), get_i64(offsets, last)
@@ -240,7 +240,7 @@ def _pooler(format: int, cached: bool) -> Any:
                 which = blocks if plane >= WIDTH else 0
                 next = sum_unit(
                     which, ready - 16 * at, offsets, weights, bag, last, at, until, j, plane, dim, mean, out, pitch,
-                    carry + 4 * planes * j,
+                    carry + 4 * planes * j, zero,
                 )  # fmt: skip
                 j += blocks * WIDTH
             out += (next - bag) * pitch
@@ -281,12 +281,12 @@ _scale = block("i64 i64 f32 -> none")(lambda e, out, n, factor: e.store(out, e.l
 
 @helper
 def pool_int8_slots(
-    format, codes, meta, values, int8_slots, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
+    format, codes, meta, values, int8_slots, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch, zero,
 ):  # fmt: skip
     """`pool_bags` of int4 and int2 tables."""
     for b in range(first, last):
         low, high = get_i64(offsets, b), get_i64(offsets, b + 1)
-        R.fill_floats(out, dim, _ZERO)
+        R.fill_floats(out, dim, zero)
         for i in range(low, high):
             if i + 2 * PREFETCH_DISTANCE < end:
                 prefetch(meta + get_i64(ids, i + 2 * PREFETCH_DISTANCE) * words)
@@ -305,7 +305,7 @@ def pool_int8_slots(
 
 # -- all tables -------------------------------------------------------------------------------------------------------
 
-_ARGUMENTS = "i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64 i64"
+_ARGUMENTS = "i64 " * 15 + "f32"
 _pool_uncached = by_format(lambda format: _pooler(format, False), FORMATS, _ARGUMENTS)
 _pool_cached = by_format(lambda format: _pooler(format, True), (f for f in FORMATS if F.META_WORDS[f]), _ARGUMENTS)
 _pool_usual = by_format(lambda format: _pooler(format, False), USUAL, _ARGUMENTS)
@@ -313,35 +313,46 @@ _pool_cached_int8 = by_format(lambda format: _pooler(format, True), (F.INT8,), _
 
 
 @inlined
-def pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch):
+def pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch, zero):
     """`pool_bags` of a table without a cache."""
-    _pool_uncached(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+    _pool_uncached(
+        format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch, zero
+    )
 
 
 @inlined
 def pool_bags(
-    format, codes, meta, values, int8_slots, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
+    format, codes, meta, values, int8_slots, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch, zero,
 ):  # fmt: skip
-    """Sum or mean of bags first to last - 1 of one table, `pitch` bytes apart. Ids before `end` have been checked."""
+    """Sum or mean of bags first to last - 1 of one table, `pitch` bytes apart. Ids before `end` have been checked.
+
+    Sums begin with `zero`: 0, or -0, which does not change a row that is summed alone.
+    """
     if int8_slots != 0 and (format == F.INT4 or format == F.INT2):
         pool_int8_slots(
             format, codes, meta, values, int8_slots, width, words, ids, offsets, weights, first, last, end, dim, mean, out,
-            pitch,
+            pitch, zero,
         )  # fmt: skip
     elif values != 0 and words > 0:
-        _pool_cached(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_cached(
+            format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch, zero
+        )
     else:
-        pool_plain(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        pool_plain(
+            format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch, zero
+        )
 
 
 @inlined
 def pool_usual_bags(
-    format, codes, meta, values, int8_slots, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
+    format, codes, meta, values, int8_slots, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch, zero,
 ):  # fmt: skip
     """`pool_bags` of fp32 and int8 tables."""
     if values != 0 and words > 0:
         _pool_cached_int8(
-            format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch
+            format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch, zero,
         )  # fmt: skip
     else:
-        _pool_usual(format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch)
+        _pool_usual(
+            format, codes, meta, values, width, words, ids, offsets, weights, first, last, end, dim, mean, out, pitch, zero
+        )

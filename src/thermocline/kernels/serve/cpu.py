@@ -128,7 +128,8 @@ def pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, fir
         pitch = 4 * get_i64(targets, 2 * feature + 1)
         place = out + 4 * get_i64(targets, 2 * feature) + (first - get_i64(ends, feature)) * pitch
         pool_plain(
-            format, 0, -meta_bytes(format), 0, 1, 1, addresses, offsets, weights, first, until, end, dim, mean, place, pitch
+            format, 0, -meta_bytes(format), 0, 1, 1, addresses, offsets, weights, first, until, end, dim, mean, place, pitch,
+            np.float32(0),
         )  # fmt: skip
         first = until
     return np.int64(0)
