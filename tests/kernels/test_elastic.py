@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.ids.elastic import KeyTable, Moved
+from thermocline.ids.elastic import KeyTable
 from thermocline.ids.elastic_rows import ElasticRows
 from thermocline.ids.gpu_keys import known_moves
+from thermocline.ids.moved_ids import Moved
 from thermocline.kernels.elastic import cpu, gpu, reference
 from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, READ, GpuBatch, KeyArrays, KeyRules, TableRows
 from thermocline.kernels.ids.reference import hash_ids

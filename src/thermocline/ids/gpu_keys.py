@@ -22,8 +22,9 @@ from thermocline.kernels.elastic.fields import (
     TableRows,
 )
 
-from .elastic import KeyTable, Moved
+from .elastic import KeyTable
 from .elastic_rows import refuse_on_gpus
+from .moved_ids import Moved
 
 _REBASE = 1 << 20  # steps between two looks at their number
 T = TypeVar("T")

@@ -151,8 +151,10 @@ def _coldest(last, tags, heat, first, end, half_life, lru, edge, barrier):
     return np.int64(-1) if best >= _NO_ROW else first + (best & (BUCKET - 1)), (best >> 38) & MOST
 
 
-@kernel("void(" + ", ".join(["int64"] * 17) + ")")
-def _place(keys, last, tags, heat, rows, key, half_life, lru, ids, lookups, order, step, barrier, found, before, left, size):
+@kernel("void(" + ", ".join(["int64"] * 18) + ")")
+def _place(
+    keys, last, tags, heat, rows, open, key, half_life, lru, ids, lookups, order, step, barrier, found, before, left, size
+):
     edge = step // half_life * half_life
     for i in range(size):
         if i + 4 < size:
@@ -165,7 +167,7 @@ def _place(keys, last, tags, heat, rows, key, half_life, lru, ids, lookups, orde
         id, mine = get_i64(ids, at), get_i64(lookups, at)
         hash = hash_id(id, key)
         first = reduce_to(hash, rows) // BUCKET * BUCKET
-        row, score = _coldest(last, tags, heat, first, min(first + BUCKET, rows), half_life, lru, edge, barrier)
+        row, score = _coldest(last, tags, heat, first, min(first + open, rows), half_life, lru, edge, barrier)
         put_i64(found, at, -1)
         put_u8(left, at, 0)
         if row < 0 or score > mine:
@@ -224,7 +226,7 @@ def place(
     *state, _ = _bases(arrays, rules)
     lists = addresses("qqq", ids_C, heat_C, order_C)
     out = addresses("qqB", rows_C, before_C, left_C)
-    rule = (rules.rows, rules.key, rules.half_life, int(rules.lru))
+    rule = (rules.rows, rules.open, rules.key, rules.half_life, int(rules.lru))
     _place(*state, *rule, *lists, step, barrier, *out, ids_C.numel())
     return rows_C, before_C, left_C.bool()
 

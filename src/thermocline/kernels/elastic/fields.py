@@ -25,6 +25,7 @@ CELLS = 32  # counters of a bucket in each of DEPTH lines: its part of the sketc
 MOST = 255  # counts are bytes that stop here
 PINNED = -1  # in place of the last step
 BYTES_PER_ROW = 16  # keys 8, last 4, tags 1, heat 1, sketch 2
+MOST_LOAD = 3, 4  # share of the open rows that ids may have before a table grows
 # Counts of a key table. BARRIER is the step since which rows are in use, WINDOW counts towards the next halving of the sketch.
 (
     ADMITTED, EVICTED, EXPIRED, REFUSED, DROPPED, LOOKUPS, SHARED, EVAL_LOOKUPS, EVAL_SHARED, WAITING, STEPS,
@@ -51,6 +52,7 @@ class KeyRules(NamedTuple):
     half_life: int
     lru: bool  # else LFU with decay
     first: int = 0  # row at which the arrays begin, that of a bucket; row numbers count from the first row of all
+    open: int = BUCKET  # rows of each bucket that ids may have now
 
     @property
     def width(self) -> int:

@@ -87,7 +87,7 @@ def place(
     hashes_C = hash_ids(ids_C, rules.key)
     for at in placing_order(hashes_C, heat_C, rules.rows).tolist():
         first = BUCKET * int(bucket_of(hashes_C[at : at + 1], rules.rows))
-        bucket = range(first, min(first + BUCKET, rules.rows))
+        bucket = range(first, min(first + rules.open, rules.rows))
         free = [row for row in bucket if tags[row - rules.first] == 0]
         used = {row: int(arrays.last[row - rules.first]) for row in bucket}
         cold = [row for row in bucket if used[row] != PINNED and used[row] < barrier]
@@ -118,6 +118,10 @@ def placing_order(hashes_C: Tensor, heat_C: Tensor, rows: int) -> Tensor:
 
 def tag_of(hash: int) -> int:
     return max(1, hash & 255)
+
+
+def tags_of(hashes_N: Tensor) -> Tensor:
+    return (hashes_N & 255).clamp(min=1).byte()
 
 
 def first_values(ids_K: Tensor, key: int, dim: int, bound: float) -> Tensor:
