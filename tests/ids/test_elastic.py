@@ -178,7 +178,7 @@ def test_ids_leave_after_their_time_in_the_log_and_an_eighth_at_most():
         table.advance(float("nan"))
     other = KeyTable(ElasticRows(80, max_age=80.0), 1)
     take_over(other, table)
-    assert other.clock is not None and torch.equal(other.clock, table.clock)
+    assert other.clock is not None and (other.clock == table.clock).all()
 
 
 @pytest.mark.parametrize("times, share", [(1, 0.25), (4, 1 - 0.75**4), (300, 1.0)])
@@ -191,13 +191,6 @@ def test_a_chance_admits_its_share_of_new_ids(times: int, share: float):
     for _ in range(3):
         table.step(torch.arange(4000) * 7919, protect=False)
     assert abs(table.state()["admitted"] / 4000 - (1 - (1 - share) * 0.75**3)) < 0.03  # each step draws anew
-
-
-def test_chances_are_refused_where_kernels_would_ignore_them():
-    with pytest.raises(BadInput, check=has(parameter="admit_chance")):
-        KeyTable(ElasticRows(1000, admit_chance=0.5), 1, "cuda")
-    with pytest.raises(BadInput, check=has(parameter="max_age")):
-        KeyTable(ElasticRows(1000, max_age=5.0), 1, "cuda")
 
 
 def test_pinned_ids_stay_until_they_are_unpinned():

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import thermocline as tc
-from thermocline import IdMap, RowConfig, Table
+from support import has
+from thermocline import BadInput, IdMap, RowConfig, Table
 from thermocline.ids.capacity import take_over
 from thermocline.ids.elastic import KeyTable
 from thermocline.ids.elastic_rows import ElasticRows
@@ -112,8 +113,9 @@ def test_another_capacity_takes_the_ids_over_and_grows_on(grow_from: int | None)
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # Triton's interpreter
 @pytest.mark.skipif(not INTERPRETED, reason="tests/nn/test_gpu_elastic.py runs on the GPU")
-def test_kernels_of_a_gpu_grow_as_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch):
-    ids = IdMap.elastic(299, shared=1, half_life=3, ttl=4, grow_from=20)
+@pytest.mark.parametrize("rule", [{"ttl": 4, "grow_from": 20}, {"max_age": 4.0, "admit_chance": 0.5}], ids=str)
+def test_kernels_of_a_gpu_do_what_those_of_a_cpu_do(monkeypatch: pytest.MonkeyPatch, rule: dict[str, Any]):
+    ids = IdMap.elastic(299, shared=1, half_life=3, **rule)
     tables = [Table("item", 299, 4, features=("seen", "bought"), ids=ids), Table("hour", 24, 4)]
     modules = [tc.EmbeddingCollection(tables, rows=RowConfig("int8", cache=0.1)) for _ in range(2)]
     modules[1].load_state_dict(modules[0].state_dict())
@@ -121,11 +123,18 @@ def test_kernels_of_a_gpu_grow_as_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch
         if number:
             monkeypatch.setattr(KeyTable, "on_gpu", True)
             monkeypatch.setattr(KeyTable, "kernels", gpu)
-        for batch in _batches(7):
+        if "max_age" in rule:
+            with pytest.raises(BadInput, check=has(parameter="max_age")):
+                rows(torch.zeros(1, 3, dtype=torch.int64))
+        for step, batch in enumerate(_batches(7)):
+            if "max_age" in rule:
+                rows.elastic("seen").advance(100.0 + 2 * step)
             batch[:, 2] %= 24
             rows(batch).values().square().sum().backward()
-            rows.eval()(batch)
+            with torch.no_grad():
+                rows.eval()(batch)
             rows.train()
     states = [rows.state_dict() for rows in modules]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert states[0]["elastic0_open"] > 10 and modules[0].elastic("seen").state()["expired"] > 0
+    assert "grow_from" not in rule or states[0]["elastic0_open"] > 10
+    assert modules[0].elastic("seen").state()["expired"] > 0

@@ -17,7 +17,7 @@ from thermocline.ids.elastic_rows import ElasticRows
 from thermocline.ids.gpu_keys import known_moves
 from thermocline.ids.moved_ids import Moved
 from thermocline.kernels.elastic import cpu, gpu, reference
-from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, READ, GpuBatch, KeyArrays, KeyRules, TableRows
+from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, READ, GpuBatch, KeyArrays, KeyRules, StepRule, TableRows
 from thermocline.kernels.ids.reference import hash_ids
 
 pytestmark = [
@@ -176,26 +176,32 @@ def _batches() -> Iterator[Tensor]:
     yield torch.randint(180, 330, (200,), generator=draw)
 
 
-@pytest.mark.parametrize("evict, after, ttl", [("lfu", 1, None), ("lru", 2, None), ("lfu", 2, 5)])
-def test_steps_on_a_gpu_give_the_bits_of_those_on_a_cpu(evict: str, after: int, ttl: int | None, on: Any):
-    policy = ElasticRows(130, after, 2, evict, 3, ttl)
+@pytest.mark.parametrize(
+    "evict, rule",
+    [("lfu", StepRule()), ("lru", StepRule(2)), ("lfu", StepRule(2, ttl=5)), ("lfu", StepRule(1, 0.25, 5, 1, True))],
+)
+def test_steps_on_a_gpu_give_the_bits_of_those_on_a_cpu(evict: str, rule: StepRule, on: Any):
+    after, chance, ttl = rule[:3]
+    policy = ElasticRows(130, after, 2, evict, 3, ttl, admit_chance=chance, grow_from=9 if rule.grows else None)
     host, device = KeyTable(policy, 12345), KeyTable(policy, 12345)
     for name, tensor in device.tensors().items():
         setattr(device, name, on(tensor))
+    device.open = on(device.open)
     for number, ids_N in enumerate(_batches()):
         protect = number in (2, 5)
         wanted_N, moved = host.step(ids_N, protect)
         rows_N, one = on(torch.full_like(ids_N, -9)), on(torch.ones(2, dtype=torch.int32))
         batch = GpuBatch(on(ids_N), one, one[:1], rows_N, 7)
-        came = gpu.step(device.arrays, device.rules, device.counts, batch, after, ttl, 1, protect)
-        assert torch.equal(rows_N.cpu() - 7, wanted_N)
+        came = gpu.step(device.arrays, device.rules, device.counts, device.open, batch, rule, protect)
+        came = came._replace(rows_C=host.places.rows(came.rows_C))
+        assert torch.equal(host.places.rows(rows_N.cpu() - 7), wanted_N) and int(device.open) == int(host.open)
         assert all(torch.equal(*map(torch.Tensor.cpu, pair)) for pair in zip(host.arrays, device.arrays, strict=True))
         assert host.counts.tolist() == device.counts.tolist()
         order_K = moved.rows_K.argsort()
         found = known_moves(Moved(*(on(ids_N[:0]) for _ in range(4))), came)
         assert torch.equal(found.came_K.cpu(), moved.came_K[order_K])
         assert ttl is not None or sorted(found.went_E.tolist()) == sorted(moved.went_E.tolist())
-    assert host.state()["evicted"] > 50
+    assert host.state()["evicted"] > 50 and int(host.open) > 5
 
 
 def test_a_gpu_finds_rows_of_the_features_that_are_asked_for(on: Any):

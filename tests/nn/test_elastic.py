@@ -333,12 +333,13 @@ def test_recorded_rows_are_on_the_device_of_the_keys():
     assert [each.device.type for each in bag.maps.keys[0].moved] == ["meta"]
 
 
-@pytest.mark.parametrize("rule", [{"max_age": 8.0}, {"admit_chance": 0.5}])
-def test_rules_that_gpus_do_not_have_are_refused_where_a_module_moves(monkeypatch: pytest.MonkeyPatch, rule: dict[str, float]):
-    bag = _bag(**rule)
-    monkeypatch.setattr(KeyTable, "on_gpu", True)
-    with pytest.raises(BadInput, check=has(parameter=next(iter(rule)))):
-        bag(_one(7))
+@pytest.mark.parametrize("write", ["set_rows", "weight"])
+def test_the_row_that_reads_zeros_takes_no_other_values(write: str):
+    bag, values = _bag(shared=0), torch.ones(65, 4)
+    with pytest.raises(BadInput, check=has(parameter="values", value=64)):
+        bag.set_rows(torch.tensor([3, 64]), values[:2]) if write == "set_rows" else bag.load_state_dict({"weight": values})
+    bag.set_rows(torch.tensor([3, 64]), torch.diag(torch.tensor([1.0, 0.0])) @ values[:2])
+    assert bag.get_rows(torch.tensor([3])).all() and not bag.get_rows(torch.tensor([64])).any()
 
 
 def test_features_read_zeros_beside_others_that_share_rows():

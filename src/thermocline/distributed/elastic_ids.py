@@ -164,6 +164,8 @@ class RankMaps(ElasticMaps):
         numbers_PTM = np.stack([each[: _MOVES * tables].view(tables, _MOVES).numpy() for each in replies])
         if kind == "step":
             self._hear(module, [n for n, _ in parts], moved, numbers_PTM)
+            for n, _ in parts:
+                self._rank_keys(n).grow_with_all()
         rows = [each[_MOVES * tables :].split(counts_PT[p].tolist()) for p, each in enumerate(replies)]
         return [torch.cat([rows[p][t] for p in range(ranks)]) for t in range(tables)]
 
@@ -210,8 +212,10 @@ class RankMaps(ElasticMaps):
         """Tell all ranks which ids came and went, and begin rows."""
         sizes_P = 2 * numbers_PTM[:, :, :2].sum(axis=(1, 2))
         for t, n in enumerate(numbers):
+            came, went, uncounted = numbers_PTM[:, t].sum(axis=0).tolist()
             keys = self._rank_keys(n)
-            keys.age(int(numbers_PTM[:, t, 2].sum()))
+            keys.age(uncounted)
+            keys.used_by_all += came - went
         if not sizes_P.any():
             return
         mine, world = torch.cat([each for change in moved for each in change[:4]]), self.groups.world

@@ -43,5 +43,5 @@ def take_over(keys: KeyTable, saved: KeyTable) -> Tensor:
     keys.open.fill_(max(keys.policy.open, int((place_K % K.BUCKET).max()) + 1 if place_K.numel() else 0))
     keys.grow()
     if keys.clock is not None and saved.clock is not None:
-        keys.clock.copy_(saved.clock)
+        keys.clock[:] = saved.clock
     return remap

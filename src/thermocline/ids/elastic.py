@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ from thermocline.kernels.elastic.fields import (
 from thermocline.kernels.elastic.reference import as_bytes, bucket_of, first_values, tags_of
 from thermocline.kernels.ids.reference import hash_ids, reduce_to, right, signed
 
-from .elastic_rows import MOST_STEPS, ElasticRows, refuse_on_gpus
+from .elastic_rows import MOST_STEPS, ElasticRows
 from .growth import PlaceOrder, opened
 from .moved_ids import Moved, MovedIds
 
@@ -49,7 +50,6 @@ _MOVES = 256  # records of moved rows that are merged into one
 _SWEEPS = 8  # in a time to live: expired rows leave at the next
 _MARKS = 2 * _SWEEPS  # times of the log in `max_age`
 _SHARED_KEY = 0x5EED_54A4ED  # of the first values of shared rows
-_CHANCE_KEY = 0x5EED_C4A9CE
 _COUNTS = (
     "admitted", "evicted", "expired", "refused", "dropped", "lookups", "shared_lookups", "eval_lookups", "shared_eval_lookups",
     "waiting", "steps",
@@ -78,16 +78,14 @@ class KeyTable:
         self.on_evict: Evicted | None = None
         self.moved: list[Tensor] | None = None  # rows whose id changed since they were published
         self.gpu_steps = 0  # of this process
-        if torch.device(device).type == "cuda":
-            refuse_on_gpus(policy)
         words, rows = K.BUCKET // 4, max(0, min(policy.own, K.BUCKET * self.buckets.stop) - self.rules.first)
         zeros = huge_page_zeros if torch.device(device).type == "cpu" else partial(torch.zeros, device=device)
         self.keys, self.last = zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.int32)
         self.tags, self.heat = (zeros(words * len(self.buckets), dtype=torch.int32) for _ in range(2))
         self.sketch = zeros(K.DEPTH * K.CELLS // 4 * len(self.buckets), dtype=torch.int32)
         self.counts = torch.zeros(WINDOW + 1, dtype=torch.int64, device=device)
-        unset = [-math.inf] * (_MARKS + 2) + [0.0] * (_MARKS + 2)  # times of marks, the newest first, and their steps
-        self.clock = None if policy.max_age is None else torch.tensor(unset, dtype=torch.float64)
+        unset = [[-math.inf] * (_MARKS + 2), [0.0] * (_MARKS + 2)]  # times of marks, the newest first, and their steps
+        self.clock = None if policy.max_age is None else np.array(unset)  # on the CPU: steps on a GPU do not wait for it
         self.open = torch.tensor([policy.open], dtype=torch.int64, device=device)  # places of each bucket that ids may have
 
     @property
@@ -96,7 +94,7 @@ class KeyTable:
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state by name."""
-        clock = {} if self.clock is None else {"clock": self.clock}
+        clock = {} if self.clock is None else {"clock": torch.from_numpy(self.clock).view(-1)}
         return {**self.arrays._asdict(), "counts": self.counts, **clock, **({"open": self.open} if self.policy.grows else {})}
 
     @property
@@ -159,9 +157,7 @@ class KeyTable:
 
         With `protect`, rows that were used since the last step without it stay: gradients for them may still come.
         """
-        if self.clock is not None and self.clock[0] == -math.inf:
-            message = "max_age needs the time of the log; call elastic().advance(now) before the first training step"
-            raise BadInput(message, parameter="max_age", value=self.policy.max_age)
+        self.check_clock()
         self.rebase()
         counts = self.counts.numpy()
         counts[STEPS] += 1
@@ -182,6 +178,12 @@ class KeyTable:
             counts[WAITING] = 0
         self.grow()
         return self.places.rows(place_N), self._noted(moved)
+
+    def check_clock(self) -> None:
+        """Raise if time has not begun."""
+        if self.clock is not None and self.clock[0, 0] == -math.inf:
+            message = "max_age needs the time of the log; call elastic().advance(now) before the first training step"
+            raise BadInput(message, parameter="max_age", value=self.policy.max_age)
 
     def _noted(self, moved: Moved) -> Moved:
         """What moved, with rows for places; recorded for the next publish."""
@@ -227,9 +229,8 @@ class KeyTable:
         """Which ids the chance of their lookups in this step admits: a function of id, step and salt."""
         if self.policy.admit_chance == 1.0:
             return torch.ones_like(ids_U, dtype=torch.bool)
-        missed = [(1.0 - self.policy.admit_chance) ** n for n in range(K.MOST + 1)]  # no id admitted by n lookups
-        least_N = torch.tensor([int(each * (1 << 32)) for each in missed], device=ids_U.device)
-        draws_U = right(hash_ids(hash_ids(ids_U, self.rules.key), signed(int(self.counts[STEPS]) ^ _CHANCE_KEY)), 32)
+        least_N = torch.tensor(K.chances(self.policy.admit_chance), dtype=torch.int64, device=ids_U.device)
+        draws_U = right(hash_ids(hash_ids(ids_U, self.rules.key), signed(int(self.counts[STEPS]) ^ K.CHANCE_KEY)), 32)
         return draws_U >= least_N[counts_U.clamp(max=K.MOST)]
 
     def advance(self, now: float) -> Moved:
@@ -243,15 +244,15 @@ class KeyTable:
             raise BadInput(message, parameter="max_age")
         if not math.isfinite(now):
             raise BadInput(f"now is {now!r}; use the time of the log, as in elastic().advance(1700000000.0)", parameter="now")
-        age, clock = self.policy.max_age, clock.view(2, -1)
+        age = self.policy.max_age
         assert age is not None
-        if now < float(clock[0, 0]) + age / _MARKS:
+        if now < clock[0, 0] + age / _MARKS:
             return _NONE
-        clock.copy_(clock.roll(1, dims=1))
-        clock[:, 0] = torch.tensor([float(now), float(self.counts[STEPS])])
+        clock[:] = np.roll(clock, 1, axis=1)
+        clock[:, 0] = now, int(self.counts[STEPS])
         steps = clock[1, clock[0] <= now - age]
         went_E, places_E = (
-            self._free(min(int(steps.max()) + 1, int(self.counts[BARRIER]))) if steps.numel() else (_NONE.went_E, _NONE.left_E)
+            self._free(min(int(steps.max()) + 1, int(self.counts[BARRIER]))) if steps.size else (_NONE.went_E, _NONE.left_E)
         )
         self.counts[EXPIRED] += places_E.numel()
         self.counts[EVICTED] += places_E.numel()
@@ -319,7 +320,7 @@ class KeyTable:
         for field in (STEPS, BARRIER):
             self.counts[field] = max(0, int(self.counts[field]) - base)
         if self.clock is not None:
-            self.clock.view(2, -1)[1] -= base
+            self.clock[1] -= base
 
     def note_moved(self, *rows: Tensor) -> None:
         """Record that these rows have other ids now, for the next publish."""

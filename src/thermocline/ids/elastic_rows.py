@@ -97,13 +97,6 @@ def refuse_elastic(where: str, way: str, **fields: object) -> NoReturn:
     raise BadInput(f"elastic ids do not work {where} yet; {way}, or use IdMap.hashed", parameter="ids", **fields)
 
 
-def refuse_on_gpus(rule: ElasticRows) -> None:
-    """Raise for rules that GPUs do not have yet."""
-    for name, without, way in (("admit_chance", 1.0, "admit_after"), ("max_age", None, "ttl")):
-        if (value := getattr(rule, name)) != without:
-            raise BadInput(f"{name} is {value}, which GPUs do not have yet; use {way}", parameter=name, value=value)
-
-
 def refuse_export(elastic: bool) -> None:
     """Raise for state dicts of other libraries, which would have rows without their ids."""
     if elastic:
