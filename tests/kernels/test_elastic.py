@@ -36,8 +36,9 @@ def _empty(rules: KeyRules) -> KeyArrays:
 def _step(
     kernels: Any, arrays: KeyArrays, rules: KeyRules, ids_N: torch.Tensor, step: int, after: int = 1
 ) -> list[torch.Tensor]:
-    rows_N, missed_M = kernels.find(arrays, rules, ids_N)
-    kernels.touch(arrays, rules, rows_N, step)
+    found = kernels.find(arrays, rules, ids_N)
+    rows_N, missed_M = kernels.look_up(arrays, rules, ids_N, step)
+    assert all(torch.equal(*pair) for pair in zip(found, (rows_N, missed_M), strict=True))
     ids_U, counts_U = ids_N[missed_M].unique(return_counts=True)
     heat_U = kernels.count(arrays, rules, ids_U, counts_U)
     ready_U = heat_U >= after

@@ -165,8 +165,7 @@ class KeyTable:
         if not protect:
             counts[BARRIER] = step
         expired_E = self.expire(step, int(counts[BARRIER]))
-        place_N, missed_M = self._find(ids_N)
-        self.kernels.touch(self.arrays, self.rules, place_N, step)
+        place_N, missed_M = self.kernels.look_up(self.arrays, self.rules, ids_N, step)
         moved = self._admit(ids_N[missed_M], expired_E) if missed_M.numel() + expired_E.numel() else _NONE
         shared = missed_M.numel()
         if moved.came_K.numel():

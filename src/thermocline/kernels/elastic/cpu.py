@@ -1,7 +1,7 @@
 """Ids that come and go, on the CPU (definition: `reference.py`).
 
-`find` compares the 64 tags of a bucket at once. Threads share ids in `find` and rows in `touch`; the few ids without a row take
-theirs in one thread, in the order of `placing_order`.
+A lookup compares the 64 tags of a bucket at once. Threads share ids in `find`, and buckets in `look_up`, which also counts; the
+few ids without a row take theirs in one thread, in the order of `placing_order`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .fields import BUCKET, CELLS, DEPTH, MOST, KeyArrays, KeyRules, TableRows, 
 from .reference import placing_order
 
 CHUNK = 8192
-AHEAD = 16  # ids by which keys are fetched early, and tags twice as many
+BLOCK = 128  # ids whose tags are fetched together
 BEGIN_CHUNK = 512  # rows
 _SCALE, _ONE = np.float32(2.0**-23), np.float32(1.0)
 _GOLDEN = np.uint64(M.GOLDEN)
@@ -48,14 +48,6 @@ _NO_ROW = 1 << 50
 @helper
 def _tag(hash):
     return np.int64(max(np.uint64(1), hash & _255))
-
-
-@helper
-def _guess(tags, rows, hash):
-    """The first row of an id's bucket with its tag, or -1."""
-    first = reduce_to(hash, rows) // BUCKET * BUCKET
-    same = equal_bytes(tags + first, _tag(hash))
-    return np.int64(-1) if same == 0 else first + lowest_bit(same)
 
 
 @helper
@@ -71,29 +63,6 @@ def _row(keys, tags, rows, id, hash):
     return np.int64(-1)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 10) + ")")
-def _find(keys, tags, rows, shared, key, ids, found, missed, first, last):
-    """Rows of ids `first` to `last` - 1; returns how many have none. Tags are fetched two groups ahead, keys one."""
-    count = np.int64(0)
-    for i in range(first - 2 * AHEAD, last):
-        if i + 2 * AHEAD < last:
-            prefetch(tags + reduce_to(hash_id(get_i64(ids, i + 2 * AHEAD), key), rows) // BUCKET * BUCKET)
-        if i + AHEAD >= first and i + AHEAD < last:
-            guess = _guess(tags, rows, hash_id(get_i64(ids, i + AHEAD), key))
-            put_i64(found, i + AHEAD, guess)
-            prefetch(keys + 8 * guess)
-        if i >= first:
-            row, id = get_i64(found, i), get_i64(ids, i)
-            if row >= 0 and get_i64(keys, row) != id:
-                row = _row(keys, tags, rows, id, hash_id(id, key))
-                put_i64(found, i, row)
-            if row < 0:
-                put_i64(found, i, rows + reduce_to(hash_id(id, key), shared))
-                put_i64(missed, first + count, i)
-                count += 1
-    return count
-
-
 @helper
 def _score(used, lookups, half_life, edge):
     """Heat at a step of which `edge` is the last multiple of `half_life`. Comparisons instead of a division."""
@@ -103,22 +72,57 @@ def _score(used, lookups, half_life, edge):
     return lookups >> halvings
 
 
-@kernel("void(" + ", ".join(["int64"] * 8) + ")")
-def _touch(last, heat, half_life, rows, count, step, low, high):
-    """Count the lookups of rows `low` to `high` - 1."""
-    edge = step // half_life * half_life
-    for i in range(count):
-        if i + AHEAD < count:
-            prefetch(last + 4 * get_i64(rows, i + AHEAD))
-            prefetch(heat + get_i64(rows, i + AHEAD))
-        row = get_i64(rows, i)
-        if row < low or row >= high:
-            continue
-        used = get_u32(last, row)
-        if used == _PINNED:
-            continue
+@helper
+def _count_lookup(last, heat, row, half_life, edge, step):
+    used = get_u32(last, row)
+    if used != _PINNED:
         put_u8(heat, row, min(_score(used, get_u8(heat, row), half_life, edge) + 1, MOST))
         put_u32(last, row, step)
+
+
+@kernel("int64(" + ", ".join(["int64"] * 17) + ")")
+def _look_up(
+    keys, last, tags, heat, rows, shared, key, half_life, step, ids, found, missed, scratch, begin, end, low, high
+):  # fmt: skip
+    """Rows of ids `begin` to `end` - 1 whose buckets are `low` to `high` - 1; with a step, counts their lookups.
+
+    Ids go through in blocks. Tags of all of a block are fetched, then what belongs to their rows. Returns how many have none.
+    """
+    hashes, guesses = scratch + 8 * BLOCK, scratch + 16 * BLOCK
+    count, edge = np.int64(0), step // half_life * half_life
+    for first in range(begin, end, BLOCK):
+        size = np.int64(0)
+        for i in range(first, min(first + BLOCK, end)):
+            hash = hash_id(get_i64(ids, i), key)
+            bucket = reduce_to(hash, rows) // BUCKET
+            mine = bucket >= low and bucket < high
+            put_i64(scratch, size, i)
+            put_i64(hashes, size, hash)
+            prefetch(tags + BUCKET * (bucket if mine else low))
+            size += mine
+        for k in range(size):
+            hash = np.uint64(get_i64(hashes, k))
+            home = reduce_to(hash, rows) // BUCKET * BUCKET
+            same = equal_bytes(tags + home, _tag(hash))
+            guess = np.int64(-1) if same == 0 else home + lowest_bit(same)
+            put_i64(guesses, k, guess)
+            prefetch(keys + 8 * guess)
+            if step > 0:
+                prefetch(last + 4 * guess)
+                prefetch(heat + guess)
+        for k in range(size):
+            i, row = get_i64(scratch, k), get_i64(guesses, k)
+            id = get_i64(ids, i)
+            if row >= 0 and get_i64(keys, row) != id:
+                row = _row(keys, tags, rows, id, np.uint64(get_i64(hashes, k)))
+            if row < 0:
+                row = rows + reduce_to(np.uint64(get_i64(hashes, k)), shared)
+                put_i64(missed, count, i)
+                count += 1
+            elif step > 0:
+                _count_lookup(last, heat, row, half_life, edge, step)
+            put_i64(found, i, row)
+    return count
 
 
 @kernel("void(" + ", ".join(["int64"] * 7) + ")")
@@ -189,25 +193,37 @@ def _bases(arrays: KeyArrays, rules: KeyRules) -> list[int]:
 
 
 def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    rows_N, missed_N, count = torch.empty_like(ids_N), torch.empty_like(ids_N), ids_N.numel()
-    keys, _, tags, *_ = _bases(arrays, rules)
-    lists = addresses("qqq", ids_N, rows_N, missed_N)
-    counts: dict[int, int] = {}
+    count, every = ids_N.numel(), (0, -(-rules.rows // BUCKET))
+    size = max(CHUNK, -(-count // (4 * torch.get_num_threads())))
+    return _look_up_parts(arrays, rules, ids_N, 0, [((at, min(at + size, count)), every) for at in range(0, count, size)])
+
+
+def look_up(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    first = rules.first // BUCKET
+    here, count = len(arrays.tags) * 4 // BUCKET, ids_N.numel()
+    size = max(1, here if count < CHUNK else -(-here // torch.get_num_threads()))
+    ranges = [(first + at, first + min(at + size, here)) for at in range(0, here, size)]
+    return _look_up_parts(arrays, rules, ids_N, step, [((0, count), buckets) for buckets in ranges])
+
+
+def _look_up_parts(
+    arrays: KeyArrays, rules: KeyRules, ids_N: Tensor, step: int, parts: list[tuple[tuple[int, int], tuple[int, int]]]
+) -> tuple[Tensor, Tensor]:
+    """Look up parts of a batch in threads: ranges of ids, of which those with a bucket in a range."""
+    rows_N, state = torch.empty_like(ids_N), _bases(arrays, rules)[:4]
+    what = (*state, rules.rows, rules.shared, rules.key, rules.half_life, step, *addresses("qq", ids_N, rows_N))
+    found: dict[int, Tensor] = {}
 
     def task(first: int, last: int) -> None:
-        counts[first] = _find(keys, tags, rules.rows, rules.shared, rules.key, *lists, first, last)
+        for n in range(first, last):
+            (begin, end), buckets = parts[n]
+            missed_N, scratch = torch.empty(end - begin, dtype=torch.int64), torch.empty(3 * BLOCK, dtype=torch.int64)
+            count = _look_up(*what, *addresses("qq", missed_N, scratch), begin, end, *buckets)
+            found[n] = missed_N[:count]
 
-    threads.run_chunks(task, count, max(CHUNK, -(-count // (4 * torch.get_num_threads()))))
-    parts = [missed_N[first : first + counts[first]] for first in sorted(counts)]
-    return rows_N, parts[0] if len(parts) == 1 else torch.cat([missed_N[:0], *parts])
-
-
-def touch(arrays: KeyArrays, rules: KeyRules, rows_N: Tensor, step: int) -> None:
-    _, last, _, heat, _ = _bases(arrays, rules)
-    here, begin = arrays.last.numel(), rules.first
-    size = max(1, here if rows_N.numel() < CHUNK else -(-here // torch.get_num_threads()))
-    what = (last, heat, rules.half_life, *addresses("q", rows_N), rows_N.numel(), step)
-    threads.run_chunks(lambda low, high: _touch(*what, begin + low, begin + high), here, size)
+    threads.run_chunks(task, len(parts), 1)
+    missed_M = found[0] if len(parts) == 1 else torch.cat([ids_N[:0], *(found[n] for n in range(len(parts)))])
+    return rows_N, missed_M if step == 0 or len(parts) == 1 else missed_M.sort().values
 
 
 def count(arrays: KeyArrays, rules: KeyRules, ids_U: Tensor, counts_U: Tensor) -> Tensor:

@@ -64,6 +64,13 @@ def touch(arrays: KeyArrays, rules: KeyRules, rows_N: Tensor, step: int) -> None
     arrays.last[rows_U - rules.first] = step
 
 
+def look_up(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """`find` in a training step, and `touch`."""
+    rows_N, missed_M = find(arrays, rules, ids_N)
+    touch(arrays, rules, rows_N, step)
+    return rows_N, missed_M
+
+
 def count(arrays: KeyArrays, rules: KeyRules, ids_U: Tensor, counts_U: Tensor) -> Tensor:
     """Count lookups of distinct ids without a row; returns the estimate of all their lookups."""
     lines = torch.arange(1, DEPTH + 1)
