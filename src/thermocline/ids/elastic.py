@@ -40,7 +40,7 @@ from thermocline.kernels.elastic.fields import (
     TableRows,
 )
 from thermocline.kernels.elastic.reference import as_bytes, bucket_of, first_values, tags_of
-from thermocline.kernels.ids.reference import hash_ids, reduce_to, right, signed
+from thermocline.kernels.ids.reference import hash_ids, reduce_to, signed
 
 from .elastic_rows import MOST_STEPS, ElasticRows
 from .growth import PlaceOrder, opened
@@ -166,15 +166,13 @@ class KeyTable:
             counts[BARRIER] = step
         expired_E = self.expire(step, int(counts[BARRIER]))
         place_N, missed_M = self.kernels.look_up(self.arrays, self.rules, ids_N, step)
-        moved = self._admit(ids_N[missed_M], expired_E) if missed_M.numel() + expired_E.numel() else _NONE
-        shared = missed_M.numel()
-        if moved.came_K.numel():
-            place_N[missed_M], left_M = self._find(ids_N[missed_M])
-            shared = left_M.numel()
+        moved = Moved.none()._replace(went_E=self.keys[expired_E - self.rules.first], left_E=expired_E)
         counts[LOOKUPS] += ids_N.numel()
-        counts[SHARED] += shared
-        if not missed_M.numel():
-            counts[WAITING] = 0
+        counts[WAITING] = 0
+        if missed_M.numel():
+            moved = self._admit(ids_N, place_N, missed_M, moved)
+        counts[EVICTED] += moved.went_E.numel()
+        counts[EXPIRED] += expired_E.numel()
         self.grow()
         return self.places.rows(place_N), self._noted(moved)
 
@@ -201,36 +199,21 @@ class KeyTable:
         if self.policy.grows:
             self.open.clamp_(min=opened(self.used, self.policy.own))
 
-    def _admit(self, ids_M: Tensor, expired_E: Tensor) -> Moved:
+    def _admit(self, ids_N: Tensor, place_N: Tensor, missed_M: Tensor, expired: Moved) -> Moved:
         """Count lookups of ids without a row, and give rows to those with enough."""
-        counts, (arrays, rules, kernels) = self.counts.numpy(), (self.arrays, self.rules, self.kernels)
-        ids_U, counts_U = ids_M.unique(return_counts=True)
-        heat_U = kernels.count(arrays, rules, ids_U, counts_U)
-        self._age_sketch(ids_M.numel())
-        ready_U = (heat_U >= self.policy.admit_after) & self._drawn(ids_U, counts_U)
-        ids_C = ids_U[ready_U]
-        went_E = self.keys[expired_E - rules.first]
-        rows_C, before_C, left_C = kernels.place(
-            arrays, self._open_rules, ids_C, heat_U[ready_U], int(counts[STEPS]), int(counts[BARRIER])
-        )
-        placed_C = rows_C >= 0
-        moved = Moved(
-            ids_C[placed_C], rows_C[placed_C], torch.cat([went_E, before_C[left_C]]), torch.cat([expired_E, rows_C[left_C]])
-        )
-        counts[ADMITTED] += moved.came_K.numel()
-        counts[EVICTED] += moved.went_E.numel()
-        counts[EXPIRED] += expired_E.numel()
-        counts[REFUSED] += ids_C.numel() - moved.came_K.numel()
-        counts[WAITING] = ids_U.numel() - moved.came_K.numel()
-        return moved
-
-    def _drawn(self, ids_U: Tensor, counts_U: Tensor) -> Tensor:
-        """Which ids the chance of their lookups in this step admits: a function of id, step and salt."""
-        if self.policy.admit_chance == 1.0:
-            return torch.ones_like(ids_U, dtype=torch.bool)
-        least_N = torch.tensor(K.chances(self.policy.admit_chance), dtype=torch.int64, device=ids_U.device)
-        draws_U = right(hash_ids(hash_ids(ids_U, self.rules.key), signed(int(self.counts[STEPS]) ^ K.CHANCE_KEY)), 32)
-        return draws_U >= least_N[counts_U.clamp(max=K.MOST)]
+        counts, policy = self.counts.numpy(), self.policy
+        rule = (policy.admit_after, policy.admit_chance, int(counts[STEPS]), int(counts[BARRIER]))
+        found = self.kernels.admit(self.arrays, self._open_rules, ids_N, place_N, missed_M, *rule)
+        self._age_sketch(missed_M.numel())
+        came = found.came_K.numel()
+        counts[ADMITTED] += came
+        counts[REFUSED] += found.ready - came
+        counts[WAITING] = found.distinct - came
+        counts[SHARED] += found.shared
+        if expired.went_E.numel():
+            went_E, left_E = (torch.cat(each) for each in ((expired.went_E, found.went_E), (expired.left_E, found.left_E)))
+            return Moved(found.came_K, found.rows_K, went_E, left_E)
+        return Moved(*found[:4])
 
     def advance(self, now: float) -> Moved:
         """Set the time of the log, and free the rows whose ids were not looked up for `max_age` of it.

@@ -64,6 +64,18 @@ class KeyRules(NamedTuple):
 FIND, READ, READ_TO_TRAIN, STEP, PROTECTED_STEP = range(5)  # kinds of lookups on a GPU
 
 
+class Admitted(NamedTuple):
+    """What became of the ids without a row in a step."""
+
+    came_K: Tensor  # ids that got rows, in any order
+    rows_K: Tensor
+    went_E: Tensor  # ids that had some of these rows
+    left_E: Tensor  # the rows that these had
+    distinct: int
+    ready: int  # looked up often enough, and drawn
+    shared: int  # lookups of ids that got no row
+
+
 class StepRule(NamedTuple):
     """What decides about a training step on a GPU, beside `KeyRules`."""
 
