@@ -38,7 +38,7 @@ from .reference import placing_order
 
 CHUNK = 8192
 BLOCK = 128  # ids whose tags are fetched together
-BEGIN_CHUNK = 512  # rows
+BEGIN_CHUNK, AHEAD = 512, 4  # rows of a task, and how far ahead they are fetched
 _SCALE, _ONE = np.float32(2.0**-23), np.float32(1.0)
 _GOLDEN = np.uint64(M.GOLDEN)
 _32, _40, _255 = np.uint64(32), np.uint64(40), np.uint64(255)
@@ -359,6 +359,12 @@ def _begin_rows(
     width, words = row_bytes(format, dim), meta_bytes(format)
     released = np.int64(0)
     for i in range(first, last):
+        later = get_i64(rows, min(i + AHEAD, last - 1))
+        for line in range(0, width, 64):
+            prefetch(codes + later * width + line)
+        prefetch(meta + later * words)
+        prefetch(state0 + 4 * later * size0)
+        prefetch(state1 + 4 * later * size1)
         row = get_i64(rows, i)
         word = get_u32(meta + row * words, 0) if owners != 0 else 0
         if word >= CACHED:
