@@ -61,10 +61,8 @@ def test_steps_give_the_bits_of_the_reference(rows: int, lru: bool, half_life: i
         ]
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
         assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
-    ids_C, heat_C = torch.arange(500, 560) * far, torch.arange(60) % 7
-    found = [
-        each.place(arrays, rules, ids_C, heat_C, step + 9, step) for each, arrays in zip((reference, cpu), both, strict=True)
-    ]
+    new = torch.arange(500, 560) * far, torch.arange(60) % 7, step + 9, step
+    found = [kernels.place(arrays, rules, *new) for kernels, arrays in zip((reference, cpu), both, strict=True)]
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 

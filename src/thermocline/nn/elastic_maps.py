@@ -135,10 +135,11 @@ class ElasticMaps(FeatureMaps):
             shared_S = torch.arange(keys.policy.others, device=values_SD.device)
             module.arena.write(table, first + keys.rules.rows + shared_S, values_SD)
 
-    def check_zeros(self, table: int, rows_N: Tensor, values_ND: Tensor) -> None:
+    def check_zeros(self, table: int, rows_N: Tensor | None, values_ND: Tensor) -> None:
         for (index, first), keys in zip(self.places, self.keys, strict=True):
             row = first + keys.rules.rows
-            if index == table and not keys.policy.shared and bool(values_ND[(rows_N == row).to(values_ND.device)].any()):
+            at = row if rows_N is None else (rows_N == row).to(values_ND.device)
+            if index == table and not keys.policy.shared and bool(values_ND[at].any()):
                 message = f"row {row} stays zero: ids without a row read it (shared=0); leave it out, or set it to zeros"
                 raise BadInput(message, parameter="values", value=row)
 

@@ -55,8 +55,8 @@ class FeatureMaps(IdMaps):
     def start(self, module: RowsModule) -> None:
         """Set the rows that ids share to their first values."""
 
-    def check_zeros(self, table: int, rows_N: Tensor, values_ND: Tensor) -> None:
-        """Raise if rows of a table that ids read as zeros are set to other values."""
+    def check_zeros(self, table: int, rows_N: Tensor | None, values_ND: Tensor) -> None:
+        """Raise if a row of a table that ids read as zeros is among those that are set, all by default, to other values."""
 
     def wait_for_backward(self) -> None:
         """Keep all rows until no read of the module waits for its backward."""

@@ -278,10 +278,10 @@ class RowsModule(nn.Module):
         if tuple(values_RD.shape) != (count, spec.dim):
             message = f"values are {tuple(values_RD.shape)}; use {(count, spec.dim)}"
             raise BadInput(message, parameter="values", value=tuple(values_RD.shape), needed=(count, spec.dim))
+        if self.maps is not None:
+            self.maps.check_zeros(table, ids_N, values_RD)
         for first, last in blocks(count):
             rows_N = torch.arange(first, last, device=device) if ids_N is None else ids_N[first:last].to(device).long()
-            if self.maps is not None:
-                self.maps.check_zeros(table, rows_N, values_RD[first:last])
             self.arena.write(table, rows_N, values_RD[first:last].detach().to(device, torch.float32))
 
     def draw_rows(self, table: int, begin: int, end: int, draw: Callable[[Tensor], Tensor]) -> None:
