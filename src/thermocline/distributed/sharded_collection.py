@@ -289,8 +289,6 @@ class ShardedCollection(RowsModule):
         if not self.pipeline.comm_thread.is_current:
             self.pipeline.invalidate_prefetched()
 
-    # -- rows ---------------------------------------------------------------------------------------------------------------
-
     def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
         """Rows of a table, dequantized to fp32; all rows by default. Collective."""
         context = self.state.context
@@ -309,6 +307,8 @@ class ShardedCollection(RowsModule):
         """Set rows of a table, rounded to nearest. Every rank calls this with the same rows."""
         self.invalidate_prefetched()
         number, rows_N = check_rows(self.tables, table, ids, self.arena.device)
+        if self.maps is not None:
+            self.maps.check_zeros(number, rows_N, values)
         for k, at_K, index_K in self.shard.local(self.row_index.locate(rows_N + self.row_index.first[number])):
             self.arena.write(k, index_K, values.to(self.arena.device, torch.float32)[at_K])
 
