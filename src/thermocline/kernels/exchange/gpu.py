@@ -92,7 +92,7 @@ def _as_units(pointer, UNIT: tl.constexpr):
 
 @triton.jit
 def _pack_rows(
-    codes, meta, fields, part, place, offset, out, count, longest,
+    meta, codes, fields, part, place, offset, out, count, longest,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at_T = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -139,12 +139,12 @@ def _records(fields_KF: Tensor) -> tuple[int, int]:
 def pack_rows(
     codes: Tensor, meta: Tensor, fields_KF: Tensor, part_N: Tensor, place_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:
-    """Copy rows of an arena, given by part and place, to a message."""
+    """Copy rows of an arena, given by part and place, to a message. Codes may be in pinned host memory."""
     count, (unit, longest) = part_N.numel(), _records(fields_KF)
     if count:
         rows, block = _tiling(longest)
         launch(
-            _pack_rows, ceil_div(count, rows), (codes, meta, fields_KF, part_N, place_N, offset_N, out), (count, longest),
+            _pack_rows, ceil_div(count, rows), (meta, codes, fields_KF, part_N, place_N, offset_N, out), (count, longest),
             (unit, rows, block), exact=True,
         )  # fmt: skip
 
