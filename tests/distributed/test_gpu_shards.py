@@ -94,7 +94,9 @@ def test_rows_in_host_memory_migrate_and_are_saved_on_a_gpu(on_card, tmp_path):
 def test_owners_pool_rows_on_the_card_in_slots_too(on_card):
     tiers, slots = {"user": (13, 30), "item": (0, 0), "shop": (5, 0)}, {1: (3, 0), 2: (5, 0), 3: (6, 0)}
     plan = planned(2, 1, tiers, "int8", dict.fromkeys(TABLES, "flat"), slots)
-    plan = plan.model_copy(update={"tables": tuple(t.model_copy(update={"pooled_by": "owner"}) for t in plan.tables)})
+    plan = plan.model_copy(
+        update={"tables": tuple(t.model_copy(update={"pooled_by": "owner", "wire_rows": "fp32"}) for t in plan.tables)}
+    )
     check(on_card("gloo both", 2, plan, HEAT, {"policy": "adaptive", "ahead": True}, 8))
 
 

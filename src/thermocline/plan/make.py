@@ -30,7 +30,7 @@ from .tables import TableConfig, TablesConfig
 from .topology import BACKENDS, Backend, Topology
 from .units import read_bytes, read_share, show_bytes
 
-GOALS, GRADIENTS = ("train", "serve"), ("fp32", "bf16")
+GOALS, GRADIENTS = ("train", "serve"), ("fp32", "bf16", "int8")
 GIB = 1 << 30
 NO_LEVERS = ReductionOptions()
 # Levers whose effect a plan reports if they were not requested.
@@ -70,13 +70,14 @@ def make_plan(
         budget: Bytes per GPU that tables may fill, as a number or as "40GiB", or a share of the memory of the largest GPU as
             "1/2"; smaller GPUs hold what they can. Default: all GPU memory of the topology.
         goal: "train" plans training steps. "serve" plans requests: rows are not updated, so replicas need no sync.
-        gradients: Precision of gradients on the wire, "fp32" or "bf16".
+        gradients: Precision of gradients on the wire, "fp32", "bf16" or "int8".
         shuffled: Samples are trained in random order, so that batches repeat ids less often than the log does.
         prune: No rows for ids seen at most this often.
         hash: Rows by heat within a share of the bytes of all rows (0.125) or within bytes ("20GiB").
         unify: Tables of at most this many rows with equal dimension, pooling and precision become one.
         backend: Backend of torch.distributed, "gloo" or "nccl", in place of that of the topology.
-        sums: Precision of pooled sums on the wire, "fp32" or "bf16". Sums in bf16 are rounded, so results depend on the plan.
+        sums: Precision of pooled sums on the wire, "fp32", "bf16" or "int8". Sums in less than fp32 are rounded, so results
+            depend on the plan.
 
         torchrec: A plan of TorchRec's `EmbeddingShardingPlanner` for these tables and ranks, as one of the candidates.
 

@@ -25,7 +25,7 @@ from thermocline.errors import BadGradient, ThermoclineError
 from thermocline.kernels import gather_pool, update_rows
 from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.dispatch import implementation_for
-from thermocline.kernels.exchange.fields import CODES, DIM, FORMAT, GRADIENT, META, ROW, ROW_BYTES, WORDS
+from thermocline.kernels.exchange.fields import CODES, COLUMN_BYTES, DIM, FORMAT, GRADIENT, META, ROW, ROW_BYTES, WORDS
 from thermocline.kernels.layout import Cache, Layout, write_spec
 from thermocline.kernels.update.reference import advance
 from thermocline.rows.arena import Arena
@@ -68,7 +68,7 @@ class LocalShard:
         for k, part in enumerate(row_index.parts):
             codes_RB, meta_RW, row, format, dim = arena.views(k)
             at = [each.storage_offset() for each in (codes_RB, meta_RW)]
-            lines.append([codes_RB.shape[1], meta_RW.shape[1], *at, row, dim, format, part.gradient_bytes // dim])
+            lines.append([codes_RB.shape[1], meta_RW.shape[1], *at, row, dim, format, COLUMN_BYTES[part.gradient]])
         self.fields_KF = torch.tensor(lines, dtype=torch.int64, device=row_index.device)
         self.slotted_K = torch.tensor([part.slots > 0 for part in row_index.parts], dtype=torch.bool, device=row_index.device)
         self.cached = any(part.slots for part in row_index.parts)
@@ -79,7 +79,7 @@ class LocalShard:
         self.kinds = 3 if any(part.int8_slots for part in row_index.parts) else 2  # on any rank
         self._slots_by_tier = {tier: self._slots_of(tier) for tier in (1, 2, 3)}
         self.sums_KF = self.fields_KF.clone()  # of pooled sums, which travel as gradients do
-        self.sums_KF[:, GRADIENT] = torch.tensor([part.sum_bytes // part.dim for part in row_index.parts], dtype=torch.int64)
+        self.sums_KF[:, GRADIENT] = torch.tensor([COLUMN_BYTES[part.sums] for part in row_index.parts], dtype=torch.int64)
         self._pooled = {k: self._part_layout(k) for k, part in enumerate(row_index.parts) if part.owner_pooled}
 
     def local(self, where: RowLocations) -> list[tuple[int, Tensor, Tensor]]:
