@@ -1,10 +1,12 @@
 """Sum or mean of bags on a GPU: a warp takes a few bags of one feature in turn, with accumulators in lanes.
 
 A program serves `bags` consecutive bags of one feature, so that its fields, its checks and its error report cost once for all
-of them. Ids are checked `WINDOW` at a time, one a lane, ahead of the rows; the check brings ids near and, with FETCH, asks for
-meta words and rows. Rows are then summed bag by bag, ROWS at a time. A tile is [ROWS, columns / WIDTH, WIDTH], four columns a
-lane, so WIDTH / 4 lanes share a row. Every lane keeps its own sums until the end of a bag. Codes become fp32 by a byte
-permutation and an exact subtraction: the conversion instruction has a quarter of the rate.
+of them. Their lookups are consecutive, and 32 of them are prepared at once, one a lane: a lane loads and checks an id, loads
+the meta word and decodes the scale. Rows are then summed bag by bag, ROWS at a time; ids, words and scales come from their
+lanes by shuffles. A tile is [ROWS, columns / WIDTH, WIDTH], four columns a lane, so WIDTH / 4 lanes share a row. Every lane
+keeps its own sums until the end of a bag. Codes become fp32 by a byte permutation and an exact subtraction instead of a
+conversion instruction. Rejected: ids and words loaded by every lane that shares a row (33 instead of 23 instructions a row of
+128 columns, beside checks).
 """
 
 from __future__ import annotations
@@ -23,8 +25,7 @@ from thermocline.kernels.gpu.floats import decode_fp8, decode_half
 _FIELDS, _MEAN = tl.constexpr(F.LAYOUT_FIELDS), tl.constexpr(F.MEAN)
 _CODES, _META, _ROWS, _DIM, _FORMAT, _COLUMN = (tl.constexpr(k) for k in (F.CODES, F.META, F.ROWS, F.DIM, F.FORMAT, F.COLUMN))
 MOST_BAGS = 32  # of a program
-WINDOW = 128  # ids that are checked at once
-_MOST, _WINDOW = tl.constexpr(MOST_BAGS), tl.constexpr(WINDOW)
+_MOST, _LANES = tl.constexpr(MOST_BAGS), tl.constexpr(32)
 _COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
@@ -89,29 +90,42 @@ def _plane(byte, PLANE: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr
 
 
 @triton.jit
-def _look_ahead(
-    codes, meta, values, ids, at, end, rows, BYTES: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, CACHED: tl.constexpr,
-    FETCH: tl.constexpr,
+def _prepare(
+    codes, meta, values, ids, weights, begin, end, rows, bad_L, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr,
+    BYTES: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, CACHED: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
-    """1 for each of the next ids that is bad; asks for the rows of the others."""
-    place_W = at + tl.arange(0, _WINDOW)
-    mask_W = place_W < end
-    id_W = tl.load(ids + place_W, mask=mask_W, other=0).to(tl.int64)
-    good_W = (id_W >= 0) & (id_W < rows)
+    """(ids, first meta words, scales and biases times weights, weights, bad ids) of the next lookups, one a lane.
+
+    A bad id becomes row 0 with a scale, a bias and a weight of 0.
+    """
+    WORDS: tl.constexpr = 2 if FORMAT == R.INT8_AFFINE else 1
+    place_L = begin + tl.arange(0, _LANES)
+    good_L = place_L < end
+    id_L = tl.load(ids + place_L, mask=good_L, other=0).to(tl.int64)
+    if CHECKED:
+        bad = good_L & ((id_L < 0) | (id_L >= rows))
+        bad_L |= bad.to(tl.int32)
+        good_L = good_L & (bad == 0)
+        id_L = tl.where(good_L, id_L, 0)
+    weight_L = good_L.to(tl.float32)
+    if WEIGHTED:
+        weight_L = tl.load(weights + place_L, mask=good_L, other=0.0).to(tl.float32)
+    word_L, scale_L, add_L = id_L.to(tl.int32), weight_L, weight_L
+    if FORMAT > R.BF16:
+        word_L = tl.load(meta + WORDS * id_L, mask=good_L, other=0)
+        scale_L, add_L = R.scale_and_bias(word_L, meta, id_L, good_L, FORMAT)
+        if CACHED:
+            scale_L, add_L = tl.where(word_L < 0, 0.0, scale_L), tl.where(word_L < 0, 0.0, add_L)
+        if WEIGHTED:
+            scale_L, add_L = scale_L * weight_L, add_L * weight_L
     if FETCH:
-        id_W = tl.where(good_W, id_W, 0)
-        address_W = codes.to(tl.int64) + id_W * BYTES
-        if FORMAT > R.BF16:
-            WORDS: tl.constexpr = 2 if FORMAT == R.INT8_AFFINE else 1
-            if CACHED:
-                word_W = tl.load(meta + WORDS * id_W, mask=mask_W, other=0)
-                address_W = tl.where(word_W < 0, values.to(tl.int64) + 4 * S.fp32_offset(word_W, DIM), address_W)
-            else:
-                _prefetch(meta.to(tl.int64) + id_W * (4 * WORDS))
-        _prefetch(address_W)
+        address_L = codes.to(tl.int64) + id_L * BYTES
+        if CACHED:
+            address_L = tl.where(word_L < 0, values.to(tl.int64) + 4 * S.fp32_offset(word_L, DIM), address_L)
+        _prefetch(address_L)
         if BYTES > 32:
-            _prefetch(address_W + (BYTES - 1))
-    return (mask_W & (good_W == 0)).to(tl.int32)
+            _prefetch(address_L + (BYTES - 1))
+    return id_L.to(tl.uint32), word_L, scale_L, add_L, weight_L, bad_L
 
 
 @triton.jit
@@ -138,11 +152,10 @@ def _store(at, column, inside, total, add, factor):
 
 @triton.jit
 def _add_slots(
-    total, total1, total2, total3, values, area, word_S, weight_S, column, inside, DIM: tl.constexpr, H: tl.constexpr,
+    total, total1, total2, total3, values, area, word_S, hit_S, weight_S, column, inside, DIM: tl.constexpr, H: tl.constexpr,
     PLANES: tl.constexpr, WEIGHTED: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     """Add rows in slots to the sums of all planes."""
-    hit_S = word_S < 0
     weight = weight_S[:, None, None]
     for plane in tl.static_range(PLANES):
         within = inside
@@ -164,29 +177,28 @@ def _add_slots(
 
 @triton.jit
 def _add_quantized(
-    total, total1, total2, total3, bias_S, stored, meta, values, area, id_S, good_S, weight_S, column, inside,
-    WEIGHTED: tl.constexpr, DIM: tl.constexpr, H: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr,
+    total, total1, total2, total3, bias_S, stored, values, area, id_S, mask_S, index_S, word_L, scale_L, add_L, weight_L,
+    column, inside, WEIGHTED: tl.constexpr, DIM: tl.constexpr, H: tl.constexpr, FORMAT: tl.constexpr, PLANES: tl.constexpr,
     CACHED: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of quantized rows, or of their slots, to the sums of all planes."""
-    WORDS: tl.constexpr = 2 if FORMAT == R.INT8_AFFINE else 1
-    word_S = tl.load(meta + WORDS * id_S, mask=good_S, other=0)
-    plain_S = good_S
+    plain = inside
     if CACHED:
-        plain_S = good_S & (word_S >= 0)
-    # Loaded before the rows in slots, and used after them. What masked lanes hold is multiplied by zero.
-    byte = tl.load(stored + (id_S * H)[:, None, None] + column, mask=plain_S[:, None, None] & inside)
+        word_S = tl.gather(word_L, index_S, 0)
+        plain = inside & (word_S >= 0)[:, None, None]
+    # Loaded before the rows in slots, and used after them. What other lanes hold is multiplied by zero.
+    byte = tl.load(stored + (id_S * H)[:, None, None] + column, mask=plain)
     if CACHED:
-        if tl.min(tl.min(tl.min(word_S[:, None, None], 0), 0), 0) < 0:
+        hit_S = mask_S & (word_S < 0)
+        if tl.max(tl.max(tl.max(hit_S[:, None, None].to(tl.int32), 0), 0), 0) > 0:
+            weight_S = scale_L
+            if WEIGHTED:
+                weight_S = tl.gather(weight_L, index_S, 0)
             total, total1, total2, total3 = _add_slots(
-                total, total1, total2, total3, values, area, word_S, weight_S, column, inside, DIM, H, PLANES, WEIGHTED, CACHED
-            )
-    scale_S, add_S = R.scale_and_bias(word_S, meta, id_S, plain_S, FORMAT)
-    if CACHED:
-        scale_S, add_S = tl.where(plain_S, scale_S, 0.0), tl.where(plain_S, add_S, 0.0)
-    if WEIGHTED:
-        scale_S, add_S = scale_S * weight_S, add_S * weight_S
-    scale = scale_S[:, None, None]
+                total, total1, total2, total3, values, area, word_S, hit_S, weight_S, column, inside, DIM, H, PLANES, WEIGHTED,
+                CACHED,
+            )  # fmt: skip
+    scale = tl.where(mask_S, tl.gather(scale_L, index_S, 0), 0.0)[:, None, None]
     total += _plane(byte, 0, FORMAT, PLANES, CONVERT) * scale
     if PLANES > 1:
         total1 += _plane(byte, 1, FORMAT, PLANES, CONVERT) * scale
@@ -194,16 +206,20 @@ def _add_quantized(
         total2 += _plane(byte, 2, FORMAT, PLANES, CONVERT) * scale
         total3 += _plane(byte, 3, FORMAT, PLANES, CONVERT) * scale
     if FORMAT >= R.INT4:
-        bias_S += add_S
+        bias_S += tl.where(mask_S, tl.gather(add_L, index_S, 0), 0.0)
     return total, total1, total2, total3, bias_S
 
 
 @triton.jit
 def _add_floats(
-    total, stored, id_S, good_S, weight_S, column, inside, WEIGHTED: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr
-):
+    total, stored, id_S, mask_S, index_S, weight_L, column, inside, WEIGHTED: tl.constexpr, CHECKED: tl.constexpr,
+    DIM: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
     """Add a tile of rows without codes to the sums."""
-    value = tl.load(stored + (id_S * DIM)[:, None, None] + column, mask=good_S[:, None, None] & inside, other=0)
+    if WEIGHTED or CHECKED:
+        weight_S = tl.gather(weight_L, index_S, 0)
+        mask_S = mask_S & (weight_S != 0.0)
+    value = tl.load(stored + (id_S * DIM)[:, None, None] + column, mask=mask_S[:, None, None] & inside, other=0)
     if FORMAT == R.FP16:
         value = value.to(tl.float16, bitcast=True).to(tl.float32)
     elif FORMAT == R.BF16:
@@ -253,7 +269,6 @@ def pool_bags(
     """Bags `first` to `first + bags` of a feature."""
     H: tl.constexpr = (DIM + PLANES - 1) // PLANES
     BYTES: tl.constexpr = H if FORMAT > R.BF16 else (4 * DIM if FORMAT == R.FP32 else 2 * DIM)
-    ID_STEP: tl.constexpr = ids.dtype.element_ty.primitive_bitwidth // 32
     field = fields + feature * _FIELDS
     codes += tl.multiple_of(tl.load(field + _CODES), ROW_ALIGN)
     meta += tl.load(field + _META)
@@ -268,8 +283,11 @@ def pool_bags(
     column, inside, lane_S = j[None], (j < H)[None], tl.arange(0, ROWS)
     start = tl.maximum(tl.load(offsets + first), 0).to(ids_count.dtype)
     end = tl.minimum(tl.load(offsets + until), ids_count).to(ids_count.dtype)
-    ready = start
-    bad_W = tl.zeros((_WINDOW,), tl.int32)
+    ready = start  # end of the lookups that lanes hold
+    bad_L = tl.zeros((_LANES,), tl.int32)
+    id_L, word_L = bad_L.to(tl.uint32), bad_L
+    scale_L = bad_L.to(tl.float32)
+    add_L, weight_L = scale_L, scale_L
     at = out + (first.to(tl.int64) * width + tl.multiple_of(tl.load(field + _COLUMN), ALIGN))
     for bag in range(first, until):
         begin, last = tl.load(offsets + bag), tl.load(offsets + bag + 1)
@@ -278,39 +296,37 @@ def pool_bags(
         total = tl.zeros((ROWS, BLOCK_H // WIDTH, WIDTH), tl.float32)
         total1, total2, total3, bias_S = total, total, total, tl.zeros((ROWS,), tl.float32)
         for place in range(begin, last, ROWS):
-            if CHECKED or FETCH:
-                if (place + _WINDOW // 2 > ready) & (ready < end):
-                    bad_W |= _look_ahead(codes, meta, values, ids, ready, end, rows, BYTES, DIM, FORMAT, CACHED, FETCH)
-                    ready += _WINDOW
-            good_S = place + lane_S < last
-            # The low half of an id is enough: `_look_ahead` reports ids beyond it.
-            id_S = tl.load((ids + place).to(tl.pointer_type(tl.uint32)) + ID_STEP * lane_S, mask=good_S, other=0xFFFFFFFF)
-            weight_S = tl.full((ROWS,), 1.0, tl.float32)
-            if WEIGHTED:
-                weight_S = tl.load(weights + place + lane_S, mask=good_S, other=0.0).to(tl.float32)
-            if CHECKED:
-                good_S = id_S < rows.to(tl.uint32)
-            id_S = id_S.to(tl.int64)
+            if (tl.minimum(place + ROWS, last) > ready) | (place < ready - _LANES):
+                id_L, word_L, scale_L, add_L, weight_L, bad_L = _prepare(
+                    codes, meta, values, ids, weights, place, end, rows, bad_L, WEIGHTED, CHECKED, BYTES, DIM, FORMAT, CACHED,
+                    FETCH,
+                )  # fmt: skip
+                ready = place + _LANES
+            mask_S = place + lane_S < last
+            index_S = (place - (ready - _LANES) + lane_S) & (_LANES - 1)
+            id_S = tl.gather(id_L, index_S, 0).to(tl.int64)
             if FORMAT > R.BF16:
                 total, total1, total2, total3, bias_S = _add_quantized(
-                    total, total1, total2, total3, bias_S, stored, meta, values, area, id_S, good_S, weight_S, column, inside,
-                    WEIGHTED, DIM, H, FORMAT, PLANES, CACHED, CONVERT and _COMPILED,
+                    total, total1, total2, total3, bias_S, stored, values, area, id_S, mask_S, index_S, word_L, scale_L, add_L,
+                    weight_L, column, inside, WEIGHTED, DIM, H, FORMAT, PLANES, CACHED, CONVERT and _COMPILED,
                 )  # fmt: skip
             else:
-                total = _add_floats(total, stored, id_S, good_S, weight_S, column, inside, WEIGHTED, DIM, FORMAT)
+                total = _add_floats(
+                    total, stored, id_S, mask_S, index_S, weight_L, column, inside, WEIGHTED, CHECKED, DIM, FORMAT
+                )  # fmt: skip
         _store_planes(at, total, total1, total2, total3, bias_S, j, last - begin, MODE, DIM, H, FORMAT, PLANES)
         at += width
     if CHECKED:
-        if tl.max(bad_W, 0) > 0:
+        if tl.max(bad_L, 0) > 0:
             _report_ids(ids, fields, feature, rows, start, end, flag, record)
 
 
 @triton.jit
 def _report_ids(ids, fields, feature, rows, start, end, flag, record):
     """Report the first bad id from `start` on."""
-    first_bad = tl.full((_WINDOW,), NO_POSITION, tl.int64)
-    for place in range(start, end, _WINDOW):
-        place_W = tl.arange(0, _WINDOW).to(tl.int64) + place
+    first_bad = tl.full((_LANES,), NO_POSITION, tl.int64)
+    for place in range(start, end, _LANES):
+        place_W = tl.arange(0, _LANES).to(tl.int64) + place
         mask_W = place_W < end
         id_W = tl.load(ids + place_W, mask=mask_W, other=0).to(tl.int64)
         first_bad = tl.minimum(first_bad, tl.where(mask_W & ((id_W < 0) | (id_W >= rows)), place_W, NO_POSITION))

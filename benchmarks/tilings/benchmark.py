@@ -71,10 +71,13 @@ def call_of(workload: SweepWorkload, batch: SweepBatch) -> LookupCall:
 def compile_all(chosen: list[Case], processes: int) -> float:
     """Compile the kernels of all cases in parallel processes, on small tables; returns the seconds."""
     begin = time.monotonic()
-    jobs = sorted({(case, tiling._replace(bags=2)) for case in range(len(chosen)) for tiling in tilings(chosen[case][1])})
+    kinds = {(w.dims, w.mode, w.output, w.id_dtype, stored): (name, w, stored) for name, w, stored in chosen}
+    jobs = [(case, tiling) for case in kinds.values() for tiling in tilings(case[1]) if tiling.bags == 2 or tiling.fetch]
+    jobs = [(case, tiling) for case, tiling in jobs if not tiling.fetch or tiling.bags == 4]  # bags are no constant
+    jobs.sort(key=lambda job: len(set(job[0][1].dims)), reverse=True)  # those that take longest
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes, initializer=_one_thread) as pool:
-        pool.starmap(_compile, [(chosen[case], tiling) for case, tiling in jobs], chunksize=4)
+        pool.starmap(_compile, jobs, chunksize=1)
     return time.monotonic() - begin
 
 
