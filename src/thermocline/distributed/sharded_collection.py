@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.parallel.distributed import DistributedDataParallel
 
 from thermocline import formats as F
 from thermocline._lazy import uncompiled
@@ -223,7 +222,7 @@ class ShardedCollection(RowsModule):
 
     def _read(self, input: Any, trains: bool) -> JaggedIds:
         self.trained.raise_refused()
-        if trains and DistributedDataParallel._active_ddp_module is not None:
+        if trains:
             refuse_ddp()
         return self._parse(input)
 
