@@ -351,7 +351,9 @@ def publish(
     secret = read_secret(secret_file) if addresses else b""
     found, ranks = find_modules(model), CheckpointRanks.of(model)
     if any(each.module.arena.unpublished is not None for each in found):
-        raise BadInput("a publisher of this model is open; close() it first, or give one publisher several addresses", open=True)
+        raise BadInput(
+            "a publisher of this model is open; close() it first, or give one publisher several addresses", open=True
+        )
     publisher = Publisher([ModuleRows(each) for each in found], ranks, model, dense)
     try:
         publisher._start(model, Path(folder), targets, secret, interval, rate)
