@@ -96,6 +96,8 @@ def lookup(
         call = call._replace(weights_N=weights_N.detach())
     check_arrays(rows)
     check_lookup(rows.layout, call)
+    if trains and rows.meta.device.type == "cpu":  # here, and not again in backward
+        call = call._replace(ids_N=call.ids_N.long(), offsets=call.offsets.long())
     out, winners = D.implementation_for("gather", rows.meta).gather_pool(rows, call)
     if not trains:
         return out

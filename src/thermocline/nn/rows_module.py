@@ -43,8 +43,9 @@ from thermocline.rows.training import Trainer
 from .backward_pass import OpenLookup, OpenRows
 from .config import RowConfig, TableRequest, arena_text, make_arena
 from .device_moves import as_integers, check_keeps, materialize, move_tensors
+from .elastic_maps import ElasticIds, elastic_ids
 from .heat_profile import heat_of
-from .id_maps import ElasticIds, FeatureMaps, elastic_ids
+from .id_maps import FeatureMaps
 from .inputs import Given, check_integers, check_is_tensor, is_transformed, refuse_torchscript, refuse_transforms
 from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
 from .optimizer import FusedOptimizer, Trained, deferred_lookup
@@ -252,7 +253,7 @@ class RowsModule(nn.Module):
         """Bytes of rows, cache, id maps and optimizer state: `.total`, `.parts`, and `.ratio` to fp32 rows."""
         memory = self.arena.memory(self.trainer.states)
         if self.maps is not None:
-            memory.parts["maps"] += self.maps.bytes
+            self.maps.count_bytes(memory, self)
         return memory
 
     def flush(self) -> None:
@@ -279,6 +280,8 @@ class RowsModule(nn.Module):
         if tuple(values_RD.shape) != (count, spec.dim):
             message = f"values are {tuple(values_RD.shape)}; use {(count, spec.dim)}"
             raise BadInput(message, parameter="values", value=tuple(values_RD.shape), needed=(count, spec.dim))
+        if self.maps is not None:
+            self.maps.check_zeros(table, ids_N, values_RD)
         for first, last in blocks(count):
             rows_N = torch.arange(first, last, device=device) if ids_N is None else ids_N[first:last].to(device).long()
             self.arena.write(table, rows_N, values_RD[first:last].detach().to(device, torch.float32))
