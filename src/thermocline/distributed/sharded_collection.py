@@ -222,8 +222,7 @@ class ShardedCollection(RowsModule):
 
     def _read(self, input: Any, trains: bool) -> JaggedIds:
         self.trained.raise_refused()
-        if trains:
-            refuse_ddp()
+        refuse_ddp(trains)
         return self._parse(input)
 
     def _parse(self, input: Any) -> JaggedIds:
