@@ -153,6 +153,10 @@ class ElasticMaps(FeatureMaps):
 
     def admit(self, module: RowsModule, ids_N: Tensor, offsets: Tensor) -> Tensor:
         check_integers(ids_N)
+        with module.trained.placeholder.lock:
+            return self._admit(module, ids_N, offsets)
+
+    def _admit(self, module: RowsModule, ids_N: Tensor, offsets: Tensor) -> Tensor:
         if self.keys[0].on_gpu:
             return self._look_up_on_gpu(module, ids_N, offsets, self._kind(module))
         batch = (offsets.numel() - 1) // len(self.maps)

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import DistributedDataParallel
 
 from thermocline import formats as F
 from thermocline._lazy import uncompiled
@@ -105,8 +104,11 @@ class RowsModule(nn.Module):
 
     def _trains(self) -> bool:
         """Whether the backward of what is read now updates rows."""
-        trains = torch.is_grad_enabled() and self.trained.placeholder.requires_grad
-        if trains and DistributedDataParallel._active_ddp_module is not None:
+        placeholder = self.trained.placeholder
+        if not torch.compiler.is_compiling() and not placeholder.read_by(self._parameters["placeholder"]):
+            return False
+        trains = torch.is_grad_enabled() and placeholder.requires_grad
+        if trains:
             refuse_ddp()
         if trains and not self.rows.independent and (count := ranks()) > 1:
             if not self.training:  # an evaluation without no_grad: rows stay as they are
@@ -138,11 +140,11 @@ class RowsModule(nn.Module):
             elif torch.compiler.is_compiling():
                 out = ops.lookup(arena.arrays, call, *self.trained.in_graph(), padding)
             elif self.rows.update == "step":
-                out = deferred_lookup(arena, call, trainer.placeholder, self.trained.placeholder)
+                out = deferred_lookup(arena, call, self.trained.placeholder)
                 if elastic:
                     out.grad_fn.opened = OpenRows(self.trained)  # type: ignore[union-attr]
             else:
-                out = ops.lookup(arena.arrays, call, trainer.arrays, trainer.placeholder)
+                out = ops.lookup(arena.arrays, call, trainer.arrays, self.trained.placeholder)
                 out.grad_fn.opened = OpenLookup(self.trained)  # type: ignore[union-attr]
         except IdOutOfRange as error:
             if maps is None:
