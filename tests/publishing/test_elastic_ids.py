@@ -14,7 +14,7 @@ from support import has
 from thermocline import IdMap, RowConfig, Table
 from thermocline.checkpoint.publishes.log import PublishLog
 from thermocline.errors import BadPublish
-from thermocline.ids.elastic import MovedIds
+from thermocline.ids.moved_ids import MovedIds
 
 FEATURES, DIMS = ("hour", "seen", "bought", "shop"), (8, 12, 12, 8)
 

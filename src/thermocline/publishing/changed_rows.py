@@ -26,7 +26,7 @@ from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.slots import read_pointed, slots_of
-from thermocline.nn.id_maps import ElasticMaps
+from thermocline.nn.elastic_maps import ElasticMaps
 from thermocline.nn.rows_module import blocks
 from thermocline.rows.arena import Arena
 from thermocline.rows.change_bitmap import UpdateCounts
