@@ -42,9 +42,7 @@ def quantize_rows(values_ND: Tensor, format: int, clock: Tensor | None, rows_N: 
     count, dim = values_ND.shape
     values_ND = values_ND.contiguous()
     if format == F.FP32:
-        return values_ND.reshape(-1).view(torch.uint8).reshape(count, 4 * dim), values_ND.new_empty(
-            (count, 0), dtype=torch.int32
-        )
+        return values_ND.view(torch.uint8).reshape(count, 4 * dim), values_ND.new_empty((count, 0), dtype=torch.int32)
     codes_NB = torch.empty(count, F.row_bytes(format, dim), dtype=torch.uint8)
     meta_NW = torch.empty(count, F.META_WORDS[format], dtype=torch.int32)
     seed, step, names = 0, 0, None
@@ -67,7 +65,7 @@ def dequantize_rows(codes_NB: Tensor, meta_NW: Tensor, format: int, dim: int) ->
     """(codes as bytes, meta words) -> fp32 rows."""
     codes_NB, meta_NW, count = codes_NB.contiguous(), meta_NW.contiguous(), codes_NB.shape[0]
     if format == F.FP32:
-        return codes_NB.reshape(-1).view(torch.float32).reshape(count, dim)
+        return codes_NB.view(torch.float32)
     values_ND = torch.empty(count, dim, dtype=torch.float32)
     table = (*addresses("Bi", codes_NB, meta_NW), format, dim, *addresses("f", values_ND))
     threads.run_chunks(lambda first, last: _read_rows(*table, first, last), count, CHUNK)
