@@ -39,11 +39,15 @@ def test_steps_survive_encoding_and_move_rows(format: int) -> None:
         assert list(map(list, again.tables)) == list(map(list, steps.tables)) and np.array_equal(again.rows_K, steps.rows_K)
         before = {}
         for name, part in steps.parts():
-            stored = quantize_rows(torch.tensor(draw.standard_normal((rows[name], dim)), dtype=torch.float32), format)
-            before[name] = RowDelta(steps.rows_K[part], *(each.numpy() for each in stored))
+            values = torch.tensor(draw.standard_normal((rows[name] + 1, dim)), dtype=torch.float32)
+            codes_KB, meta_KW = (each.numpy()[1:] for each in quantize_rows(values, format))
+            before[name] = RowDelta(steps.rows_K[part], codes_KB, meta_KW)
         after = again.applied(before, dict.fromkeys(rows, format))
         size_K = steps.step / 127 * 2.0 ** steps.exponents_K.astype(float)
+        assert len(after["a" if dim < 33 else "c"].rows_K) and all(len(after[name].codes_KB) == rows[name] for name in rows)
         for name, part in steps.parts():
+            if not rows[name]:
+                continue
             old_KD, new_KD = (
                 dequantize_rows(torch.from_numpy(each.codes_KB), torch.from_numpy(each.meta_KW), format, dim).double().numpy()
                 for each in (before[name], after[name])

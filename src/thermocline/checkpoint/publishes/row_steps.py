@@ -74,6 +74,9 @@ class RowSteps:
         changes_KD, dim, found = self.changes(), len(self.codes_DK), dict[str, RowDelta]()
         for name, part in self.parts():
             before, format = base[name], formats[name]
+            if not len(before.codes_KB):
+                found[name] = before
+                continue
             values_KD = dequantize_rows(torch.from_numpy(before.codes_KB), torch.from_numpy(before.meta_KW), format, dim)
             codes_KB, meta_KW = quantize_rows(values_KD + torch.from_numpy(changes_KD[part]), format)
             found[name] = RowDelta(self.rows_K[part], codes_KB.numpy(), meta_KW.numpy())
