@@ -29,7 +29,7 @@ from thermocline.rows.change_bitmap import UpdateCounts
 from .selection import RowAges, choose, waiting_ages
 
 _LEAST_BYTES = 1.5  # of a row as a step, to bound how many are tried
-_TRIES, _MOST_TRIES, _CLOSE = 6, 40, 0.93  # to find the step that fills the budget, and the share that is enough
+_TRIES, _MOST_TRIES, _CLOSE = 6, 16, 0.93  # to find the step that fills the budget, and the share that is enough
 _WANTED, _COOL = 1 << 14, 4096  # rows at least; publishes until heat is halved
 _LARGEST, _HUGE = 127, 1e30  # code of a step; error of a row that is not finite
 
@@ -222,7 +222,7 @@ class RowBacklog:
             size = sum(len(piece) for _, steps in found for piece in steps.pieces)
             if size <= available:
                 best, high = found, self._step
-                if size > _CLOSE * available or not found:
+                if size > _CLOSE * available:
                     break
             else:
                 low = self._step
