@@ -1,7 +1,8 @@
 """Progressive validation on a real log: each batch is predicted by what a server would have, then trained on.
 
 Time is that of a trainer that updates `RATE` rows a second, and a publish is served at once. With a tenth of the bytes, rows
-wait; a lookup of a row that waits is as old as the row's first change that is not served.
+wait; a lookup of a row that waits is as old as the row's first change of which nothing is served. Bytes are those of the
+messages to a server, without the dense part, which is sent whole each time with and without a budget.
 
 Criteo has clicks and others. Globo has clicks only: for each, the same user with an article of another click of the batch
 counts as none.
@@ -9,7 +10,7 @@ counts as none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from torch import Tensor, nn
 
 import thermocline
 from thermocline.checkpoint.format.module_entries import find_modules
+from thermocline.checkpoint.publishes.part import PublishPart, model_signature
 from thermocline.data.click_files import ClickFile
 from thermocline.data.metrics import measures
 from thermocline.kernels import dequantize_rows
 from thermocline.models.dlrm import DLRM
+from thermocline.publishing.budgeted_sends import BudgetedSends
 from thermocline.publishing.changed_rows import ModuleRows
-from thermocline.publishing.selection import RowAges, SendBudget, choose
 
 RATE, INTERVAL, BATCH, DIM, HASH = 100_000, 0.25, 256, 16, 100_003
 LOGS = {"criteo": "criteo_kaggle_uniform_0p3pct.parquet", "globo": "globo_clicks_first80.parquet"}
@@ -81,8 +83,7 @@ class Replay:
         self._adam = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         self._served_FRD = torch.stack([collection.get_rows(f"f{n}") for n in range(features)])
         self._rows = ModuleRows(find_modules(self.model)[0])
-        self._budget = None if budget is None else SendBudget(budget, self.clock)
-        self._ages = RowAges(self._rows.arena.rows, self.clock)
+        self._budget = None if budget is None else BudgetedSends([self._rows], budget, self.clock)
         self._changed_FR = np.full((features, HASH), np.inf)  # the first change that is not served
         self._next, self.sent = INTERVAL, 0
         self.ages: list[NDArray[np.float64]] = []
@@ -132,17 +133,15 @@ class Replay:
 
     def _publish(self) -> None:
         """Serve changed rows, as many as the budget allows, and the dense part."""
-        rows_K = self._rows.changed()
-        counts_K, bytes_K = self._rows.counts.counts_R[rows_K].numpy(), self._rows.row_bytes(rows_K).numpy()
-        if self._budget is not None:
-            age_K = self._ages.seconds(rows_K.numpy())
-            chosen_K = choose(bytes_K, counts_K, age_K, self._budget.available())
-            rows_K, bytes_K = rows_K[torch.from_numpy(chosen_K)], bytes_K[chosen_K]
-            self._ages.forget(rows_K.numpy())
-            self._budget.spend(float(bytes_K.sum()))
-        self.sent += int(bytes_K.sum())
+        part = PublishPart(1, 1, 0, model_signature(self._rows.tables), {})
+        if self._budget is None:
+            part = small = replace(part, deltas=self._rows.take(self._rows.changed()))
+        else:
+            copied = self._budget.copy(everything=False, reloaded=False)
+            part, small = self._budget.choose(part, copied, self._budget.budget.available(), steps=True)
+        self.sent += small.size
         formats = {table.name: table.format for table in self._rows.tables}
-        for name, delta in self._rows.take(rows_K).items():
+        for name, delta in part.deltas.items():
             feature, row_K = int(name[1:]), torch.from_numpy(delta.rows_K)
             codes, meta = torch.from_numpy(delta.codes_KB), torch.from_numpy(delta.meta_KW)
             self._served_FRD[feature, row_K] = dequantize_rows(codes, meta, formats[name], DIM)

@@ -32,7 +32,7 @@ from benchmarks.runner.record import Recorder, brief
 from thermocline.errors import BadInput
 from thermocline.nn.config import RowConfig
 
-CLIENTS = (1, 8, 32)
+CLIENTS = (1, 8, 32, 64)
 CARDS = (2, 4, 8)
 FEATURE, DIM = "t", 64
 START_S = 120.0

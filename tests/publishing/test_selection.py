@@ -20,26 +20,34 @@ class Clock:
         return self.now
 
 
+def whole(bytes_K, error_K, age_K, available, first_K=None, small_K=None):
+    """`choose` for rows that have no steps."""
+    none_K = np.zeros(len(bytes_K), np.bool_)
+    given = (none_K if each is None else each for each in (first_K, small_K))
+    return choose(bytes_K, next(given), error_K.astype(np.float32), age_K, next(given), available)
+
+
 @given(st.integers(0, 70), st.integers(0, 2000), st.integers(0, 2**32 - 1))
-def test_a_choice_fits_the_bytes_and_prefers_hot_rows(rows, available, seed):
+def test_a_choice_fits_the_bytes_and_prefers_large_errors(rows, available, seed):
     draw = np.random.default_rng(seed)
-    bytes_K, counts_K = draw.integers(1, 90, rows), draw.integers(1, 255, rows).astype(np.uint8)
-    age_K = draw.random(rows) * 50
-    chosen_K = choose(bytes_K, counts_K, age_K, available)
-    assert bytes_K[chosen_K].sum() <= available or (chosen_K.all() and bytes_K.sum() <= available)
-    equal_K = choose(np.full(rows, 10), counts_K, np.zeros(rows), available)
+    bytes_K, error_K = draw.integers(1, 90, rows), draw.integers(1, 255, rows)
+    age_K, small_K = draw.random(rows) * 50, draw.random(rows) < 0.5
+    for small in (None, small_K):
+        chosen_K = whole(bytes_K, error_K, age_K, available, small_K=small)
+        assert bytes_K[chosen_K].sum() <= available or (chosen_K.all() and bytes_K.sum() <= available)
+    equal_K = whole(np.full(rows, 10), error_K, np.zeros(rows), available)
     if 0 < equal_K.sum() < rows and available >= 40:
-        by_heat = np.argsort(-counts_K.astype(int), kind="stable")[: int(0.75 * available) // 10]
-        assert equal_K[by_heat].sum() >= len(by_heat) - int(0.25 * available) // 10
-    waiting = waiting_ages(counts_K, age_K, chosen_K)
+        by_error = np.argsort(-error_K, kind="stable")[: int(0.75 * available) // 10]
+        assert equal_K[by_error].sum() >= len(by_error) - int(0.25 * available) // 10
+    waiting = waiting_ages(error_K, age_K, chosen_K)
     assert len(waiting) <= 16 and sum(share for _, share in waiting) <= 1 + 1e-9
     assert bool(waiting) == (not chosen_K.all())
 
 
 def test_rows_of_other_ids_are_sent_whatever_the_bytes():
-    counts_K = np.array([3, UpdateCounts.FIRST, 254, UpdateCounts.FIRST, 1], np.uint8)
+    first_K = np.array([False, True, False, True, False])
     for available, expected in ((-5.0, [1, 3]), (20.0, [1, 3]), (34.0, [1, 2, 3])):
-        chosen_K = choose(np.full(5, 10), counts_K, np.zeros(5), available)
+        chosen_K = whole(np.full(5, 10), np.array([3, 9, 254, 0, 1]), np.zeros(5), available, first_K)
         assert chosen_K.nonzero()[0].tolist() == expected
 
 
@@ -64,7 +72,7 @@ def test_every_row_is_sent_within_the_stated_bound():
         counts[touched] = np.minimum(counts[touched], 254) + 1
         changed_at[touched] = np.where(np.isnan(changed_at[touched]), clock.now, changed_at[touched])
         rows_K = counts.nonzero()[0]
-        chosen_K = choose(np.full(len(rows_K), size), counts[rows_K], ages.seconds(rows_K), available := budget.available())
+        chosen_K = whole(np.full(len(rows_K), size), counts[rows_K], ages.seconds(rows_K), available := budget.available())
         chosen = rows_K[chosen_K]
         assert len(chosen) * size <= available
         budget.spend(len(chosen) * size)

@@ -240,6 +240,24 @@ def test_a_front_that_dies_or_hangs_is_replaced(fronts: Fronts, how: signal.Sign
     until(lambda: fronts.counter('thermocline_ids_total{model="tables"}') >= counted + 20 * ROWS, "counts were lost")
 
 
+def test_a_version_that_cannot_be_sent_to_fronts_is_served_nowhere(fronts: Fronts, monkeypatch: pytest.MonkeyPatch) -> None:
+    fronts.group.apply_deltas("before", constant(fronts.group, 5.0))
+
+    def no_memory(values: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr("thermocline.serve.fronts.front_processes.pack", no_memory)
+        fronts.group.apply_deltas("after", constant(fronts.group, 6.0))
+    assert fronts.group.version == "before" and (fronts.group.lookup({"user": [3]})["user"] == 5.0).all()
+    for connection in connections_to(fronts, 12):
+        version, rows = fronts.rows(connection)
+        assert version == "before" and (rows == 5.0).all()
+        connection.close()
+    fronts.group.apply_deltas("after", constant(fronts.group, 6.0))
+    assert {fronts.rows()[0] for _ in range(6)} == {"after"}
+
+
 def test_loads_and_unloads_concern_all_fronts(fronts: Fronts) -> None:
     thermocline.save(fronts.model, fronts.folder)
     assert fronts.ask("/v2/repository/models/tables/load", {}) == ""

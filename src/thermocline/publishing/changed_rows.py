@@ -32,8 +32,6 @@ from thermocline.rows.arena import Arena
 from thermocline.rows.change_bitmap import UpdateCounts
 from thermocline.rows.precision import format_of
 
-from .selection import RowAges
-
 
 class ModuleRows:
     """Tracks one module."""
@@ -53,7 +51,6 @@ class ModuleRows:
     def _attach(self) -> None:
         arena = self.arena = self.module.arena
         arena.unpublished = self.counts = UpdateCounts(arena.rows, arena.device)
-        self.ages = RowAges(0)  # `waiting` makes it as large as it must be
         self._slots_S = self._slots()
         self._numbers, self._tables = list[Tensor](), list(range(len(arena.tables)))
         if isinstance(self.module, ShardedCollection):
@@ -94,25 +91,8 @@ class ModuleRows:
         rows_K = self.counts.changed()
         return rows_K[: int(torch.searchsorted(rows_K, arena.rows))]
 
-    def row_bytes(self, rows_K: Tensor) -> Tensor:
-        """Bytes that each row takes in a publish, with its number."""
-        found_K = torch.zeros(len(rows_K), dtype=torch.int64)
-        for index, _ in enumerate(self.arena.tables):
-            first, last = self._span(index)
-            table = self.tables[self._tables[index]]
-            size = 8 + F.row_bytes(table.format, table.dim) + 4 * F.META_WORDS[table.format]
-            begin, end = torch.searchsorted(rows_K, torch.tensor([first, last])).tolist()
-            found_K[begin:end] = size
-        return found_K
-
-    def waiting(self, rows_K: Tensor) -> tuple[NDArray[np.uint8], NDArray[np.float64], NDArray[np.int64]]:
-        """Updates and ages of changed rows, and the bytes that each takes: what a budget goes by."""
-        if self.ages.rows < self.arena.rows:
-            self.ages = RowAges(self.arena.rows)
-        counts_K = self.counts.counts_R[rows_K.to(self.counts.counts_R.device)].cpu()
-        return counts_K.numpy(), self.ages.seconds(rows_K.numpy()), self.row_bytes(rows_K).numpy()
-
-    def _span(self, index: int) -> tuple[int, int]:
+    def span(self, index: int) -> tuple[int, int]:
+        """First and end of the arena rows of a table of the arena."""
         first = self.arena.views(index)[2]
         return first, first + self.arena.tables[index].rows
 
@@ -134,25 +114,46 @@ class ModuleRows:
 
     def take(self, rows_K: Tensor) -> dict[str, RowDelta]:
         """Copy rows, ascending arena rows, and forget their changes."""
-        self._taken_K = rows_K
-        self.counts.clear(rows_K)
         parts: dict[str, list[RowDelta]] = {}
-        for index, _ in enumerate(self.arena.tables):
-            first, last = self._span(index)
-            begin, end = torch.searchsorted(rows_K, torch.tensor([first, last])).tolist()
-            if end > begin:
-                table = self.tables[self._tables[index]]
-                parts.setdefault(table.name, []).append(self._copy(index, table, rows_K[begin:end] - first))
+        for index, (_, delta, _) in self.copy(rows_K):
+            parts.setdefault(self.table_of(index).name, []).append(delta)
+        self._taken_K = rows_K
         return {name: _joined(each) for name, each in parts.items()}
 
-    def _copy(self, index: int, table: PublishedTable, places_K: Tensor) -> RowDelta:
-        number_K = places_K
-        if self._numbers:
-            number_K = self._numbers[index][places_K].long()
-            home_K = number_K >= 0
-            number_K, places_K = number_K[home_K], places_K[home_K]
-        codes_KB, meta_KW = read_rows(self.arena, index, places_K, table.format)
+    def copy(self, rows_K: Tensor) -> Iterator[tuple[int, tuple[NDArray[np.int64], RowDelta, NDArray[np.uint8]]]]:
+        """Copy rows, ascending arena rows, and forget their changes: by table of the arena, places there, rows and updates."""
+        self._taken_K = rows_K[:0]
+        counts_K = self.counts.counts_R[rows_K.to(self.counts.counts_R.device)].cpu()
+        self.counts.clear(rows_K)
+        for index, _ in enumerate(self.arena.tables):
+            first, last = self.span(index)
+            begin, end = torch.searchsorted(rows_K, torch.tensor([first, last])).tolist()
+            if end > begin:
+                places_K, count_K = rows_K[begin:end] - first, counts_K[begin:end]
+                if self._numbers:
+                    home_K = self._numbers[index][places_K] >= 0
+                    places_K, count_K = places_K[home_K], count_K[home_K]
+                yield index, (places_K.numpy(), self._copy(index, places_K), count_K.numpy())
+
+    def _copy(self, index: int, places_K: Tensor) -> RowDelta:
+        number_K = self._numbers[index][places_K].long() if self._numbers else places_K
+        codes_KB, meta_KW = read_rows(self.arena, index, places_K, self.table_of(index).format)
         return RowDelta(number_K.numpy(), codes_KB.numpy(), meta_KW.numpy())
+
+    def table_of(self, index: int) -> PublishedTable:
+        """The table that a table of the arena is, or is a part of."""
+        return self.tables[self._tables[index]]
+
+    def all_rows(self, index: int) -> RowDelta:
+        """All rows of a table of the arena, by place."""
+        table = self.table_of(index)
+        rows = self.arena.tables[index].rows
+        codes_RB = np.empty((rows, F.row_bytes(table.format, table.dim)), np.uint8)
+        meta_RW = np.empty((rows, F.META_WORDS[table.format]), np.int32)
+        for begin, end in blocks(rows):
+            codes, meta = read_rows(self.arena, index, torch.arange(begin, end), table.format)
+            codes_RB[begin:end], meta_RW[begin:end] = codes.numpy(), meta.numpy()
+        return RowDelta(np.broadcast_to(np.int64(0), rows), codes_RB, meta_RW)  # without numbers: it is long
 
 
 def read_rows(arena: Arena, index: int, places_K: Tensor, served: int) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from thermocline.checkpoint.format.dense_state import dense_tensors, full_tensor
@@ -35,8 +33,9 @@ from thermocline.plan.units import read_bytes
 from thermocline.serve.remote.rendezvous import read_secret, read_tls
 from thermocline.serve.remote.session import read_address
 
+from .backlog import CopiedRows
+from .budgeted_sends import BudgetedSends
 from .changed_rows import ModuleRows
-from .selection import SendBudget, choose, waiting_ages
 from .server_link import LinkTarget, ServerLink, ServerState
 
 SHARE = 0.02  # of the training time that publishing may take on the training thread
@@ -59,10 +58,10 @@ class Publisher:
         self.tables: list[PublishedTable] = [table for each in rows for table in each.tables]
         self.number = 0
         self._run, self._interval = 0, 0.0
-        self._budget: SendBudget | None = None
+        self._budget: BudgetedSends | None = None
         self._log: PublishLog | None = None
         self._links: list[ServerLink] = []
-        self._sealed: list[PublishPart] = []
+        self._sealed: list[tuple[PublishPart, list[CopiedRows], float]] = []
         self._changed, self._ended, self._folder = threading.Condition(), False, ""
         self._error: BaseException | None = None
         self._since, self._failed = 0, False  # the last publish that succeeded, and whether the one after it did not
@@ -75,11 +74,12 @@ class Publisher:
         self, model: nn.Module, folder: Path, targets: Sequence[LinkTarget], secret: bytes, interval: float, rate: float | None
     ) -> None:  # fmt: skip
         """Save, and begin to publish what changes from then on."""
-        self._interval, self._budget = interval, None if rate is None else SendBudget(rate / self._ranks.size)
+        self._interval = interval
         self._run = self._ranks.on_all(lambda: secrets.randbits(62))[0]
         for each in self._rows:
             each.attach(self._run, 0)
         save(model, folder, incremental=True)
+        self._budget = None if rate is None else BudgetedSends(self._rows, rate / self._ranks.size)
         self._folder, self._log = str(folder), PublishLog(folder, self._run)
         if self._ranks.rank == 0:
             self._log.only()
@@ -162,6 +162,8 @@ class Publisher:
             self._logged, self._failed = self.number, True
             for each in self._rows:
                 each.give_back()
+            if self._budget is not None:
+                self._budget.give_back()
             raise
 
     def _own_log(self) -> bool:
@@ -173,45 +175,34 @@ class Publisher:
     def _seal(self, now: float, available: float | None) -> None:
         """Copy changed rows, and hand them to the log."""
         began = time.thread_time()  # training, too, would wait for a processor
-        at, deltas, ids, waiting = time.time(), dict[str, RowDelta](), dict[str, Any](), tuple[tuple[float, float], ...]()
+        at, deltas, ids, copied = time.time(), dict[str, RowDelta](), dict[str, Any](), list[CopiedRows]()
         for each in self._rows:
             each.attach(self._run, self.number)
-        rows = [each.changed() for each in self._rows]
+            if self._budget is None:
+                deltas |= each.take(each.changed())
         if self._budget is not None:
-            rows, waiting = self._within(rows, self._budget.available() if available is None else available)
-        for each, rows_K in zip(self._rows, rows, strict=True):
+            available = self._budget.budget.available() if available is None else available
+            reloaded = [link for link in self._links if link.reloaded]
+            copied = self._budget.copy(available == float("inf"), bool(reloaded))
+            for link in reloaded:
+                link.reloaded = False
+        for each in self._rows:
             ids |= each.take_ids()
-            deltas |= each.take(rows_K)
-        if self._budget is not None:
-            self._budget.spend(sum(d.bytes for d in deltas.values()) + sum(t.nbytes for m in ids.values() for t in m))
         dense = self._dense_tensors() if self._ranks.rank == 0 else {}
         self._since, self._failed = self._since if self._failed else self.number, False
         part = PublishPart(
             self._run, self.number + 1, self._since, model_signature(self.tables), deltas, dense, ids, self._ranks.rank,
-            self._ranks.size, at, self._steps, waiting,
+            self._ranks.size, at, self._steps,
         )  # fmt: skip
         self.number += 1
         for each in self._rows:
             each.attach(self._run, self.number)
         with self._changed:
-            self._sealed.append(part)
+            self._sealed.append((part, copied, available or 0.0))
             self._changed.notify_all()
         self._cost = time.thread_time() - began
         self._spent += self._cost
         self._sealed_at = now
-
-    def _within(self, rows: list[Tensor], available: float) -> tuple[list[Tensor], tuple[tuple[float, float], ...]]:
-        """The changed rows of each module that a budget sends now, and the ages of the others."""
-        found = list(zip(self._rows, rows, strict=True))
-        counts_K, age_K, bytes_K = (
-            np.concatenate(each) for each in zip(*(rows.waiting(rows_K) for rows, rows_K in found), strict=True)
-        )
-        chosen_K = choose(bytes_K, counts_K, age_K, available)
-        sent = np.split(chosen_K, np.cumsum([len(rows_K) for rows_K in rows])[:-1])
-        chosen = [rows_K[torch.from_numpy(each_K)] for rows_K, each_K in zip(rows, sent, strict=True)]
-        for each, rows_K in zip(self._rows, chosen, strict=True):
-            each.ages.forget(rows_K.numpy())
-        return chosen, waiting_ages(counts_K, age_K, chosen_K)
 
     def _dense_tensors(self) -> dict[str, Tensor]:
         if self._dense is None:
@@ -236,12 +227,16 @@ class Publisher:
                 self._changed.wait_for(lambda: self._sealed or self._ended)
                 if not self._sealed:
                     return
-                part = self._sealed.pop(0)
+                part, copied, available = self._sealed.pop(0)
             try:
+                small = part
+                if self._budget is not None:
+                    steps = bool(self._links) and all(link.takes_steps for link in self._links)
+                    part, small = self._budget.choose(part, copied, available, steps)
                 part.check(self.tables)
                 self._log.append(part)
                 for link in self._links:
-                    link.offer(part)
+                    link.offer(part, small)
                 self._offered = part.number
                 saved = self._rows[0].counts.saved
                 if saved is not None and saved[0] == self._folder and saved[1] > pruned and not part.rank:
@@ -323,8 +318,8 @@ def publish(
         to: addresses of servers, host:port of their --publish-port; without one, only the log is written.
         name: the model on the servers.
         interval: seconds between publishes, at least. They are rarer if copying rows would take more than 2% of the time.
-        budget: bytes a second, such as "10MiB". Rows that were updated most go first, and the others within
-            4 * pending bytes / budget seconds.
+        budget: bytes a second, such as "10MiB". Rows that are looked up most and changed most go first, rounded to fewer bytes,
+            and the others within 4 * pending bytes / budget seconds. Takes memory for another copy of all rows.
         dense: publish dense parameters and buffers as well, whole, each time.
         secret_file: file with the secret that servers have, by default the one that THERMOCLINE_SECRET_FILE names.
 

@@ -1,19 +1,17 @@
-"""Which changed rows a byte budget sends first.
+"""A byte budget, how long rows have waited for it, and which go whole.
 
-Three quarters of it go to the rows with the most updates since they were last sent: heat times age, which is what lookups pay
-for a stale row. The rest goes to the rows that wait longest, so each is sent within `pending bytes / (budget / 4)` seconds.
-Rows that became another id's go first, whatever the budget: a lookup of the new id must not read the old id's values.
+A quarter of it goes to the rows that wait longest, so each is sent within `pending bytes / (budget / 4)` seconds. Rows that
+became another id's go first, whatever the budget: a lookup of the new id must not read the old id's values.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from thermocline.rows.change_bitmap import UpdateCounts
 
 OLDEST = 0.25  # share of the budget for the rows that wait longest
 _TICK_S, _TICKS = 0.25, 65_535
@@ -26,7 +24,7 @@ class SendBudget:
 
     def __init__(self, bytes_per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate, self._clock = bytes_per_second, clock
-        self._at, self._left = clock(), bytes_per_second
+        self._at, self._left = clock(), 0.0
 
     def available(self) -> float:
         now = self._clock()
@@ -59,22 +57,28 @@ class RowAges:
 
 
 def choose(
-    bytes_K: NDArray[np.int64], counts_K: NDArray[np.uint8], age_K: NDArray[np.float64], available: float
-) -> NDArray[np.bool_]:
-    """Which rows to send with the available bytes."""
+    bytes_K: NDArray[np.int64], first_K: NDArray[np.bool_], error_K: NDArray[np.float32], age_K: NDArray[np.float64],
+    small_K: NDArray[np.bool_], available: float,
+) -> NDArray[np.bool_]:  # fmt: skip
+    """Which rows to send whole with the available bytes. Those of `first_K` go in any case, `small_K` may go as steps."""
     if bytes_K.sum() <= available:
         return np.ones(len(bytes_K), np.bool_)
-    chosen_K: NDArray[np.bool_] = counts_K == UpdateCounts.FIRST
+    chosen_K: NDArray[np.bool_] = first_K.copy()
     available -= float(bytes_K[chosen_K].sum())
-    for key_K, size in ((age_K, OLDEST * available), (counts_K * 1.0, (1 - OLDEST) * available)):
-        left_K = np.flatnonzero(~chosen_K)
+    large_K = ~small_K & ~chosen_K
+    share = float(error_K[large_K].sum(dtype=np.float64) / max(error_K[~chosen_K].sum(dtype=np.float64), 1e-30))
+    for key_K, those_K, size in (
+        (age_K, ~chosen_K, OLDEST * available),
+        (error_K, large_K, (1 - OLDEST) * share * available),
+    ):
+        left_K = np.flatnonzero(those_K & ~chosen_K)
         order_K = left_K[np.argsort(-key_K[left_K], kind="stable")]
         chosen_K[order_K[np.cumsum(bytes_K[order_K]) <= size]] = True
     return chosen_K
 
 
 def waiting_ages(
-    counts_K: NDArray[np.uint8], age_K: NDArray[np.float64], chosen_K: NDArray[np.bool_]
+    counts_K: NDArray[Any], age_K: NDArray[np.float64], chosen_K: NDArray[np.bool_]
 ) -> tuple[tuple[float, float], ...]:
     """(age, share of all updates) of the rows that wait, in at most `_AGES` classes."""
     rate_K = counts_K / np.maximum(age_K, _TICK_S)

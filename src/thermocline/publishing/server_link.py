@@ -64,6 +64,8 @@ class ServerLink:
         self._hello = {"do": "hello", "model": target.model, "run": run, "signature": signature}
         self._changed, self._ended = threading.Condition(), False
         self._part: PublishPart | None = None
+        self._small: PublishPart | None = None  # of the same publish
+        self.takes_steps, self._loaded, self.reloaded = True, 0, False
         self._number, self._live, self._refused, self._error, self._seconds = 0, False, False, "not reached yet", 0.0
         self._session: Session | None = None
         self._thread = threading.Thread(target=self._run, name=f"publish {target.host}:{target.port}", daemon=True)
@@ -71,10 +73,10 @@ class ServerLink:
 
     # -- the publisher's side -----------------------------------------------------------------------------------------------
 
-    def offer(self, part: PublishPart) -> None:
-        """Send a publish, which is in the log already."""
+    def offer(self, part: PublishPart, small: PublishPart) -> None:
+        """Send a publish, which is in the log already. `small`: the same with steps in place of rows."""
         with self._changed:
-            self._part = part
+            self._part, self._small = part, small
             self._changed.notify_all()
 
     def has(self, number: int) -> bool:
@@ -131,10 +133,11 @@ class ServerLink:
                 continue
             with self._changed:
                 self._changed.wait_for(lambda: self._ended or (self._part is not None and self._part.number > self._number))
-                part = self._part
-            if part is None or self._has_ended():
+                part, small = self._part, self._small
+            if part is None or small is None or self._has_ended():
                 return
-            known = part.since <= self._number and self._send(session, part)
+            fits = self.takes_steps and not self.reloaded and part.since == self._number
+            known = part.since <= self._number and self._send(session, part, small if fits else part)
 
     def _find_number(self, session: Session) -> bool:
         """Ask a server where it is. It reads the log before it answers."""
@@ -149,7 +152,10 @@ class ServerLink:
         with self._changed:
             self._number, part = int(reply["number"]), self._part
             self._live = self._live or part is None or self._number >= part.since
-            self._refused = False
+            self._refused, self.takes_steps = False, bool(reply["steps"])
+            # The save that it loaded has other values of rows that wait than were sent: they go whole from the next publish on.
+            self.reloaded |= int(reply["loaded"]) != self._loaded
+            self._loaded = int(reply["loaded"])
             self._changed.notify_all()
         if not self._live:
             self._pause(_PAUSE_S)
@@ -162,10 +168,10 @@ class ServerLink:
         with self._changed:
             self._changed.wait_for(lambda: self._ended, seconds)
 
-    def _send(self, session: Session, part: PublishPart) -> bool:
+    def _send(self, session: Session, part: PublishPart, sent: PublishPart) -> bool:
         """Send a publish. Returns whether the server took it."""
-        message = {"do": "publish", "model": self._target.model, "age": max(0.0, time.time() - part.at)}
-        reply = self._ask(session, message, part.encode())
+        message = {"do": "publish", "model": self._target.model, "age": max(0.0, time.time() - part.at), "loaded": self._loaded}
+        reply = self._ask(session, message, sent.encode())
         if "refused" in reply:
             refused = reply["refused"] not in _CATCHES_UP
             self._lose(reply["error"], refused)
@@ -174,7 +180,7 @@ class ServerLink:
         with self._changed:
             self._number, self._live, self._seconds = int(reply["number"]), True, max(0.0, time.time() - part.at)
             if self._part is part:
-                self._part = None
+                self._part = self._small = None
             self._changed.notify_all()
         return True
 

@@ -2,10 +2,11 @@
 
     part      size of JSON (8 bytes), JSON, arrays in the order of the JSON, each padded to 8 bytes
     JSON      the fields of `PublishPart`; of each table rows, row bytes and meta words; of each table with elastic ids the rows
-              that got other ids; of each dense tensor dtype and shape
+              that got other ids; of each dense tensor dtype and shape; of steps (`row_steps.py`) tables and sizes
 
 The same bytes go over a connection and into the log of the checkpoint folder. A part with `since` s and `number` n has all rows
-that changed after publish s: it fits a server whose publish is from s to n - 1. Parts of all ranks make a publish.
+that changed after publish s: it fits a server whose publish is from s to n - 1. Parts of all ranks make a publish. A part with
+steps fits publish s only, and is not for the log.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from thermocline.errors import BadPublish
 from thermocline.ids.moved_ids import MovedIds
 
 from .row_delta import RowDelta
+from .row_steps import RowSteps
 
 _SIZE = struct.Struct("<Q")
 _MAX_HEADER, MAX_RANKS, _MAX_TABLES = 1 << 22, 1 << 14, 1 << 16
@@ -67,6 +69,7 @@ class PublishPart:
     step: int = 0
     # Changed rows that wait for a later publish: (age in seconds, share of all updates), and the bytes a second of the budget.
     waiting: tuple[tuple[float, float], ...] = ()
+    steps: Sequence[RowSteps] = ()
 
     def encode(self) -> list[Any]:
         """The bytes of the part, in pieces that are not copied."""
@@ -75,16 +78,23 @@ class PublishPart:
         fields = {name: getattr(self, name) for name in _NUMBERS}
         fields |= {"tables": tables, "dense": [(name, str(t.dtype)[6:], list(t.shape)) for name, t in dense.items()]}
         fields["ids"] = [(name, len(moved.rows_K)) for name, moved in self.ids.items()]
+        fields["steps"] = [(each.tables, len(each.codes_DK), each.step, [*map(len, each.pieces)]) for each in self.steps]
         text = json.dumps(fields).encode()
         arrays: list[NDArray[Any]] = [np.frombuffer(text, np.uint8)]
         for each in self.deltas.values():
             arrays += [each.rows_K, each.meta_KW, each.codes_KB]
         arrays += [tensor.numpy() for moved in self.ids.values() for tensor in moved]
         arrays += [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in dense.values()]
+        arrays += [np.frombuffer(piece, np.uint8) for each in self.steps for piece in each.pieces]
         pieces: list[Any] = [_SIZE.pack(len(text))]
         for array in arrays:
             pieces += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % 8)]
         return pieces
+
+    @property
+    def size(self) -> int:
+        """The length of `encode`."""
+        return sum(len(piece) for piece in self.encode())
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> PublishPart:
@@ -98,11 +108,12 @@ class PublishPart:
             deltas = {str(name): read.delta(rows, width, words) for name, rows, width, words in fields["tables"]}
             ids = {str(name): read.moved(rows) for name, rows in fields["ids"]}
             dense = {str(name): read.tensor(_DTYPES[dtype], shape) for name, dtype, shape in fields["dense"]}
+            steps = tuple(read.steps(*each) for each in fields.get("steps", ()))
             if read.at != len(data) or max(len(deltas), len(dense), len(ids)) > _MAX_TABLES:
                 raise ValueError(f"it has {len(data)} bytes, and its header {read.at}")
             numbers = {name: kind(fields[name]) for name, kind in _NUMBERS.items()}
             waiting = tuple((float(age), float(share)) for age, share in numbers.pop("waiting"))
-            part = cls(deltas=deltas, dense=dense, ids=ids, waiting=waiting, **numbers)
+            part = cls(deltas=deltas, dense=dense, ids=ids, waiting=waiting, steps=steps, **numbers)
         except (ValueError, KeyError, TypeError, struct.error, RecursionError, OverflowError) as error:
             raise BadPublish(f"a publish is damaged: {error}", "damaged") from None
         if not (0 <= part.rank < part.ranks <= MAX_RANKS and 0 <= part.since < part.number):
@@ -152,10 +163,23 @@ class _Arrays:
         rows_K, ids_K = (self._read(np.int64, rows).copy() for _ in range(2))
         return MovedIds(*map(torch.from_numpy, (rows_K, ids_K, self._read(np.uint8, rows) != 0)))
 
+    def steps(self, tables: Sequence[Sequence[Any]], dim: int, step: float, sizes: Sequence[int]) -> RowSteps:
+        pieces = [self._read(np.uint8, size).tobytes() for size in sizes]
+        return RowSteps.decode([(str(name), int(rows)) for name, rows in tables], int(dim), float(step), pieces)
+
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         size = int(np.prod(shape, dtype=object)) * dtype.itemsize
         found = self._read(np.uint8, size).copy()
         return torch.from_numpy(found).view(dtype).reshape(tuple(shape)) if size else torch.empty(tuple(shape), dtype=dtype)
+
+
+def check_steps(table: PublishedTable | None, steps: RowSteps, rows: slice) -> None:
+    """Raise `BadPublish` unless steps change rows of a table."""
+    rows_K = steps.rows_K[rows]
+    if table is None or table.dim != len(steps.codes_DK):
+        raise BadPublish("the publish has steps of another table", "model")
+    if len(rows_K) and not (rows_K[0] >= 0 and rows_K[-1] < table.rows and bool((np.diff(rows_K) > 0).all())):
+        raise BadPublish(f"steps of table {table.name!r} must be of rows 0 to {table.rows - 1}", "damaged", table=table.name)
 
 
 def _check_delta(table: PublishedTable, delta: RowDelta) -> None:

@@ -189,25 +189,26 @@ class FrontProcesses:
     # -- VersionReaders -----------------------------------------------------------------------------------------------------
 
     def show(self, group: ShardGroup, version: TableVersion, held: int, segments: Sequence[SharedSegment]) -> None:
-        """Have every front serve a version."""
+        """Have every front serve a version. If there is no memory to send it, all keep the one they have."""
         with self._lock:
-            self._shown[group.name] = ShownVersion(group, held, segments, _values_of(version))
+            shown = ShownVersion(group, held, segments, _values_of(version))
             fronts = [front for front in self.running.values() if front.answers]
             packed: dict[tuple[str, ...], SharedSegment] = {}
+            for front in fronts:
+                _pack_for(front, group.name, shown, packed)
+            self._shown[group.name] = shown
             for front in fronts:
                 self._send_version(front, group.name, packed)
             for front in fronts:
                 front.reply()
 
     def _send_version(self, front: FrontProcess, name: str, packed: dict[tuple[str, ...], SharedSegment]) -> None:
-        """Send the values that a front has not, packed once for all fronts that have the same."""
+        """Send the values that a front has not."""
         shown = self._shown[name]
-        held, values = front.has.get(name, (0, {}))
-        names = tuple(key for key, value in shown.values.items() if key not in values or values[key] is not value)
-        if names not in packed:
-            packed[names] = pack({key: shown.values[key] for key in names})
+        values = _pack_for(front, name, shown, packed)
+        held = front.has.get(name, (0, {}))[0]
         sizes = [] if held == shown.held else [segment.size for segment in shown.segments]
-        descriptors = [packed[names].descriptor, *(each.descriptor for each in shown.segments[: len(sizes)])]
+        descriptors = [values.descriptor, *(each.descriptor for each in shown.segments[: len(sizes)])]
         order = {"do": "show", "model": name, "sizes": sizes}
         front.order(LOAD_S if sizes else ORDER_S, order, descriptors)
         front.has[name] = shown.held, shown.values
@@ -244,6 +245,17 @@ class FrontProcesses:
             with suppress(subprocess.TimeoutExpired):
                 front.process.wait(max(0.0, end - time.monotonic()))
             front.kill()
+
+
+def _pack_for(
+    front: FrontProcess, name: str, shown: ShownVersion, packed: dict[tuple[str, ...], SharedSegment]
+) -> SharedSegment:
+    """The values that a front has not, packed once for all fronts that have the same."""
+    values = front.has.get(name, (0, {}))[1]
+    names = tuple(key for key, value in shown.values.items() if key not in values or values[key] is not value)
+    if names not in packed:
+        packed[names] = pack({key: shown.values[key] for key in names})
+    return packed[names]
 
 
 def _values_of(version: TableVersion) -> Values:

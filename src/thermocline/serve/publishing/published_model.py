@@ -16,13 +16,13 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from thermocline.checkpoint.publishes.log import PublishLog, contained_publish
-from thermocline.checkpoint.publishes.part import PublishedTable, PublishPart, dense_of, merge_parts, moved_ids
+from thermocline.checkpoint.publishes.part import PublishedTable, PublishPart, check_steps, dense_of, merge_parts, moved_ids
 from thermocline.checkpoint.publishes.row_delta import RowDelta, merge_deltas
 from thermocline.errors import BadInput, BadPublish, FormatError
 from thermocline.ids.moved_ids import MovedIds
@@ -67,6 +67,7 @@ class PublishedModel:
         self._replaced: deque[ReplacedRows] = deque()
         self._age: PublishAge | None = None
         self.run = self.number = self.base = 0  # base: the publish that the checkpoint contains
+        self.loaded_base = 0  # the base when rows were read from it
         self.held = False
         self.rows = self.refused = 0
 
@@ -94,6 +95,7 @@ class PublishedModel:
         """A checkpoint with its log replaced what was served."""
         with self._changed:
             self.run, self.base, self.number, self.held = log.run, log.base, log.number, False
+            self.loaded_base = log.base
             self._parts.clear()
             self._replaced.clear()
             self._age = PublishAge(max(0.0, time.time() - log.at)) if log.at else None
@@ -151,8 +153,8 @@ class PublishedModel:
                 raise BadPublish(words + "that publish(folder=...) saves to", "run", run=run)
             return self.number
 
-    def offer(self, part: PublishPart, age: float) -> int:
-        """Apply a publish once all of its parts are there, and return its number.
+    def offer(self, part: PublishPart, age: float, loaded: int = 0) -> int:
+        """Apply a publish once all of its parts are there, and return its number. `loaded`: what steps take for `loaded_base`.
 
         Raises:
             BadPublish: it does not continue the served publish, has bad rows, or parts of other ranks are missing
@@ -160,6 +162,7 @@ class PublishedModel:
         with self._changed:
             try:
                 self._check_next(part)
+                part = self._with_rows(part, loaded)
                 key = part.since, part.number
                 parts = self._parts.setdefault(key, {})
                 parts[part.rank] = part
@@ -185,6 +188,36 @@ class PublishedModel:
     def _check_next(self, part: PublishPart) -> None:
         self._check_not_held()
         _check([part], self.run, self.number, self._group.current)
+
+    def _with_rows(self, part: PublishPart, loaded: int) -> PublishPart:
+        """A part with rows in place of steps, which are the served rows after their steps."""
+        if not part.steps:
+            return part
+        if (part.since, loaded) != (self.number, self.loaded_base):
+            raise BadPublish(f"steps continue publish {part.since}, and {self.number} is served", "order", number=self.number)
+        version = self._group.current
+        tables = {table.name: table for table in _tables_of(version)}
+        deltas, formats = dict(part.deltas), {name: table.format for name, table in tables.items()}
+        for steps in part.steps:
+            base = dict[str, RowDelta]()
+            for name, rows in steps.parts():
+                check_steps(tables.get(name), steps, rows)
+                if (found := visible_rows(version, name, steps.rows_K[rows])) is None:
+                    raise BadPublish("this server cannot read its rows, which steps continue", "order", number=self.number)
+                base[name] = found
+            try:
+                after = steps.applied(base, formats)
+            except FormatError as error:
+                raise BadPublish(f"rows after their steps: {error}", "values") from None
+            for name, delta in after.items():
+                deltas[name] = merge_deltas([deltas[name], delta]) if name in deltas else delta
+        return replace(part, deltas=deltas, steps=())
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether the rows can be read here, which steps continue."""
+        version = self._group.current
+        return version.device.type == "cpu" and not self._group.waits
 
     def _apply(self, parts: Sequence[PublishPart], age: float) -> None:
         """Serve a publish. The caller holds the lock."""

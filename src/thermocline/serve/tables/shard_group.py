@@ -272,12 +272,12 @@ class ShardGroup(ServedTables):
             self.settle()
 
     def _replace(self, version: TableVersion) -> None:
-        """Serve another version in the same segments."""
+        """Serve another version in the same segments. Other processes first: if they cannot, nothing has changed."""
+        self._show(version)
         with self._publish_lock:
             self._check_open()
             self._retired.add(self.current.pin)
             self._current = version
-        self._show(version)
 
     def share(self, readers: VersionReaders) -> None:
         """Show every version, from the current one on, to other processes that read the same memory.
