@@ -62,6 +62,9 @@ class TableConfig(FileModel):
     )
     precision: PrecisionField | None = Field(default=None, description="precision of the rows; default: the plan chooses")
     cache: Share | None = Field(default=None, description="share of the rows in fp32 slots, from 0 to 1")
+    residency: Literal["card", "host"] | None = Field(
+        default=None, description="memory of the rows: card (the GPU) or host; default: host if GPUs are too small"
+    )
 
     @property
     def feature_names(self) -> tuple[str, ...]:
