@@ -82,7 +82,7 @@ def test_a_log_shorter_than_four_batches_is_refused(log: Path):
 
 def test_the_command_draws_a_page_and_writes_json(log: Path, tmp_path: Path):
     html, out = tmp_path / "ids.html", tmp_path / "ids.json"
-    words = f"heat ids {log} --columns item --time ts --batch 50 --html {html} --json {out}"
+    words = f"heat ids {log} --columns item --time ts --batch 50 --report {html} --json {out}"
     done = CliRunner().invoke(app, words.split(), catch_exceptions=False)
     assert done.exit_code == 0 and "IdMap.elastic(" in done.output
     (found,) = json.loads(out.read_text())

@@ -57,6 +57,14 @@ def test_simulated_bytes_and_messages_equal_those_of_every_meter(on_ranks, nodes
         assert np.array_equal(simulated.messages_CDL[card], messages)
 
 
+def test_an_id_beyond_its_table_names_its_feature():
+    heat, plan = heat_of(), plan_of(1, 2, [table_plan(name, 0, 0, "int8", "flat", None, "") for name in TABLES], heat_of())
+    batch = cards_of(0, [3, 3])
+    batch.bags[FEATURES[0]].ids_N[0] = 10**6
+    with pytest.raises(BadInput, check=has(name=FEATURES[0], id=10**6)):
+        simulate(plan, heat, [[batch]])
+
+
 def test_a_plan_for_serving_is_refused():
     heat = heat_of()
     plan = random_plan(1, 2, 2, heat).model_copy(update={"goal": "serve"})

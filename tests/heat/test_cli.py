@@ -52,7 +52,7 @@ def test_from_logs_to_a_profile_to_a_comparison(tmp_path, logs):
     shown = heat("show", tmp_path / "c.tc")
     assert all(text in shown.stdout for text in ("user", "bag", f"{whole['bag'].lookups:,}", "in 16,384", "█"))
     page = tmp_path / "heat.html"
-    assert heat("show", tmp_path / "c.tc", "--html", page, "--quiet").stdout == ""
+    assert heat("show", tmp_path / "c.tc", "--report", page, "--quiet").stdout == ""
     assert all(text in page.read_text() for text in ("<svg", "user", "bag"))
     numbers = json.loads(heat("show", tmp_path / "c.tc", "--json", "-").stdout)
     assert [table["name"] for table in numbers["tables"]] == ["user", "bag"]

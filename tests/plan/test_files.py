@@ -16,6 +16,7 @@ from support import contradicts, has, mentions
 from thermocline import FormatError
 from thermocline.errors import BadInput
 from thermocline.plan import units
+from thermocline.plan.run_file import MeasuredRun
 from thermocline.plan.tables import TableConfig, TablesConfig
 from thermocline.plan.topology import Topology, presets
 
@@ -91,6 +92,13 @@ def test_models_round_trip_through_json(load, kind, text):
     for written in (found.model_dump_json(), json.dumps(json.loads(found.model_dump_json()), indent="\t")):
         assert load(kind, written, "file.json") == found
         assert load(kind, written.replace("\t", " ")) == found
+
+
+@pytest.mark.parametrize("kind, text", [(Topology, TABLES), (TablesConfig, CLUSTER), (MeasuredRun, CLUSTER)])
+def test_another_kind_of_file_is_refused_in_one_line(load, kind, text):
+    with pytest.raises(FormatError, check=has(line=1)) as caught:
+        load(kind, text)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_date_stays_text(load):

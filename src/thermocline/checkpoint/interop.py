@@ -36,8 +36,11 @@ def find_weights(state: Mapping[str, Any], tables: Sequence[str] | None = None) 
     if not found:
         matrices = {key: v for key, v in state.items() if isinstance(v, Tensor) and v.dim() == 2 and _named(key)}
         if tables is None and len(matrices) > 1:
-            some = f"{len(matrices)} matrices ({', '.join(list(matrices)[:4])}, ...), perhaps of other layers"
-            raise BadInput(f"the state dict has {some}; name the tables", parameter="tables", matrices=list(matrices))
+            names = ", ".join(list(matrices)[:4]) + (", ..." if len(matrices) > 4 else "")
+            some = f"{len(matrices)} matrices ({names}), perhaps of other layers"
+            raise BadInput(
+                f"the state dict has {some}; name the tables (--tables)", parameter="tables", matrices=list(matrices)
+            )
         found = {_named(key): value for key, value in matrices.items()}
     if tables is not None:
         if missing := [name for name in tables if name not in found]:

@@ -98,7 +98,8 @@ class Checkpoint:
         """
         path = Path(folder)
         if not path.is_dir():
-            raise FormatError(f"there is no folder '{path}'; give a folder that thermocline.save wrote", path=path)
+            what = f"'{path}' is no folder" if path.exists() else f"there is no folder '{path}'"
+            raise FormatError(f"{what}; give a folder that thermocline.save wrote", path=path)
         read = partial(Manifest.read, path) if save is None else partial(_manifest_of, path, save)
         manifest = read()
         while True:

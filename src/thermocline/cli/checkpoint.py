@@ -193,5 +193,7 @@ def compact(folder: Folder, json: Json = None, quiet: Quiet = False, debug: Debu
     result = {"folder": str(folder), "saves_before": len(before.saves), "bytes_before": sizes[0], "bytes": sizes[1]}
     with deliver(result, json, quiet) as shown:
         if shown:
-            merged = f"merged {len(before.saves)} saves of {sizes[0]:,} bytes into one of {sizes[1]:,}"
+            merged = (
+                f"merged {len(before.saves)} save{'s' * (len(before.saves) > 1)} of {sizes[0]:,} bytes into one of {sizes[1]:,}"
+            )
             console().print(f"{folder}: {merged}", markup=False)

@@ -30,7 +30,7 @@ app = command_group(
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE.tc", callback=check_file, help="Heat file to write.")]
 Page = Annotated[
     Path | None,
-    typer.Option("--report", "--html", metavar="FILE.html", callback=check_file, help="Write an HTML page with charts."),
+    typer.Option("--report", metavar="FILE.html", callback=check_file, help="Write an HTML page with charts."),
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Heat file.")]
 
@@ -95,7 +95,7 @@ def merge(
         heat.save(output)
 
 
-@app.command(epilog="Example:  thermocline heat show heat.tc --html heat.html")
+@app.command(epilog="Example:  thermocline heat show heat.tc --report heat.html")
 def show(
     file: File,
     html: Page = None,
@@ -133,7 +133,7 @@ def diff(old: File, new: File, json: Json = None, quiet: Quiet = False, debug: D
         print_table(heads, rows, ("table",), title=f"From {old} to {new}", caption=caption, **_LINED)
 
 
-@app.command(epilog="Example:  thermocline heat ids clicks.parquet --columns item --time ts --html ids.html")
+@app.command(epilog="Example:  thermocline heat ids clicks.parquet --columns item --time ts --report ids.html")
 def ids(
     logs: Annotated[
         list[Path], typer.Argument(metavar="LOG...", help="Parquet, CSV with a header, or Criteo TSV, oldest first.")

@@ -174,7 +174,7 @@ class CollectedGradients:
 
     @classmethod
     def of(cls, trained: Trained, task: int) -> CollectedGradients:
-        """Those of a pass; if there are none yet, the pass must be the current one."""
+        """The gradients of a pass, which must be the current one if it has none yet."""
         found = trained.placeholder.passes.get(task)
         if found is None:
             trained.placeholder.passes[task] = found = cls(trained, task)

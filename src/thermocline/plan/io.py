@@ -85,6 +85,9 @@ def read_model(
         what = {type(None): "empty", list: "a list", str: "a line of text"}.get(type(data), f"a {type(data).__name__}")
         message = f"{name}, line 1: the file is {what}; expected a mapping with the fields {', '.join(_fields(kind))}"
         raise FormatError(message, path=name, line=1)
+    if len(strange := [str(field) for field in data if field not in _fields(kind)]) > max(1, len(data) // 2):
+        message = f"{name} is another kind of file: it has {', '.join(strange[:6])}; expected {', '.join(_fields(kind))}"
+        raise FormatError(message, path=name, line=1)
     return read_data(kind, data | dict(instead), name, text, doubts)
 
 

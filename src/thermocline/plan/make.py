@@ -28,7 +28,7 @@ from .solve.tiers import OWNER_POOLED
 from .solve.torchrec import NAME, score_of
 from .tables import TableConfig, TablesConfig
 from .topology import BACKENDS, Backend, Topology
-from .units import read_bytes, read_share, show_bytes
+from .units import read_budget, show_bytes
 
 GOALS, GRADIENTS = ("train", "serve"), ("fp32", "bf16", "int8")
 GIB = 1 << 30
@@ -304,11 +304,10 @@ def read_request(
     heat = HeatProfile.load(heat) if isinstance(heat, (str, Path)) else heat
     topology = read_topology(topology)
     memory = max(gpu.memory for gpu in topology.gpus)
-    share = 1.0 if budget is None else read_share(budget)
     if topology.links.host is None and (named := [table.name for table in tables.tables if table.residency == "host"]):
         message = f"table {named[0]!r} is to lie in host memory, but the topology has no link to it; add links: host"
         raise BadInput(message, parameter="residency", table=named[0])
-    cap = read_bytes(budget) if share is None else int(share * memory)
+    cap = memory if budget is None else read_budget(budget, memory)
     if not 0 < cap <= memory:
         message = (
             f"the budget is {show_bytes(cap)} per GPU, and a GPU of the topology has {show_bytes(memory)}: lower the "

@@ -34,6 +34,12 @@ def read_share(given: object) -> float | None:
     return share if 0 < share <= 1 else None
 
 
+def read_budget(given: object, whole: int) -> int:
+    """Bytes, or a share of `whole` as `read_share` reads it."""
+    share = read_share(given)
+    return round(_read(given, BYTES, "bytes or a share, such as 40GiB or 1/2")) if share is None else int(share * whole)
+
+
 def read_rate(given: object) -> float:
     """Bytes per second, from a number or from text such as "450GB/s"."""
     return _read(given, RATES, "a rate, such as 450GB/s or 400Gbit/s")

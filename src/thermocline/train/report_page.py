@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -46,9 +46,18 @@ def train_page(
         facts(numbers),
         section("Progress", figures(*drawn)) if drawn else "",
         section("Memory of the tables", bytes_of, table(("counter", ""), counts) if counts else ""),
-        section("Settings", table(("setting", "value"), [(name, str(value)) for name, value in settings.items()])),
+        section("Settings", table(("setting", "value"), list(_plain(settings)))),
         foot=words,
     )
+
+
+def _plain(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The settings in words, without those that are not set."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _plain(value)
+        elif value not in (None, "", (), []):
+            yield name, ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def _progress(curve: Sequence[Point]) -> Iterable[Html]:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thermocline.errors import BadInput
+from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.heat.profile import HeatProfile, add_up
 from thermocline.ids.idmap import IdMap
 from thermocline.ids.keyed_map import KeyedMap
@@ -183,6 +183,15 @@ def _hottest(table: TablePlan, heat: HeatProfile | None, ids: Mapping[str, IdMap
     return PlacementInput(table.rows, rows_H, request_probability(counts_H, table.lookups), replicated), np.sort(rows_H[:first])
 
 
+def rows_of_ids(ids: Mapping[str, IdMap], feature: str, ids_N: Counts) -> Counts:
+    """The rows of raw ids of a feature; `IdOutOfRange` names the feature."""
+    try:
+        rows_N: Counts = ids[feature](torch.from_numpy(np.ascontiguousarray(ids_N))).numpy()
+    except IdOutOfRange as error:
+        raise error.named(feature, feature) from None
+    return rows_N
+
+
 def hottest_rows(features: Sequence[str], heat: HeatProfile | None, ids: Mapping[str, IdMap]) -> tuple[Counts, Counts]:
     """Rows that features looked up, hottest first and ties by row, and their lookup counts. Elastic ids need their keys."""
     none = np.zeros(0, np.int64)
@@ -190,5 +199,5 @@ def hottest_rows(features: Sequence[str], heat: HeatProfile | None, ids: Mapping
         return none, none
     known = [name for name in features if not ids[name].is_elastic or isinstance(ids[name], KeyedMap)]
     seen = [(name, heat.tables[name]) for name in known if name in heat.tables]
-    rows = [ids[name](torch.from_numpy(np.ascontiguousarray(each.ids_H))).numpy() for name, each in seen]
+    rows = [rows_of_ids(ids, name, each.ids_H) for name, each in seen]
     return add_up(np.concatenate([none, *rows]), np.concatenate([none, *(each.counts_H for _, each in seen)]))

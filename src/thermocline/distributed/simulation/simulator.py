@@ -27,7 +27,7 @@ from thermocline.distributed.exchange.routes import PHASES, Kind, Phase, Routes,
 from thermocline.distributed.placement.init_rows import initial_cache
 from thermocline.distributed.placement.local_shard import STORED
 from thermocline.distributed.placement.row_index import RowIndex
-from thermocline.distributed.placement.table_map import Counts, make_maps
+from thermocline.distributed.placement.table_map import Counts, make_maps, rows_of_ids
 from thermocline.distributed.planned_tables import check_table, id_maps
 from thermocline.errors import BadInput
 from thermocline.heat.log_columns import LogIds
@@ -160,8 +160,7 @@ class _Simulator:
                 at_C = ends_C if bags.offsets is None else bags.offsets[ends_C]
                 lookups_C = np.diff(at_C)
                 rank_N = np.repeat(np.arange(first, first + len(lookups_C)), lookups_C)
-                row_N = self.ids[feature](torch.from_numpy(np.ascontiguousarray(bags.ids_N))).numpy()
-                row_N = row_N + self.row_index.first[table]
+                row_N = rows_of_ids(self.ids, feature, bags.ids_N) + self.row_index.first[table]
                 if table in summed:
                     rank_N, row_N, others = self._split_owner_pooled(rank_N, bags.offsets, row_N)
                     pooled.append(others)

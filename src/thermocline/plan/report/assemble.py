@@ -16,6 +16,7 @@ from thermocline.plan.cost.step_cost import CLUSTER, NODE, Floats
 from thermocline.plan.solve.solver import Problem, Score, Search, pack_on, phases, prefetches
 from thermocline.plan.solve.tiers import OPTIONS, OWNER_POOLED, TABLE_WISE
 from thermocline.plan.tables import TableConfig
+from thermocline.report.numbers import seconds
 
 from . import table_cost as T
 from .reasons import Reasons, balance, plan_binding, table_reasons
@@ -70,7 +71,7 @@ def assemble(
 
 def _candidate(name: str, found: Score, budget: int) -> M.Alternative:
     fits = found.peak_bytes <= budget
-    detail = "" if fits else f"would take {found.time * 1e3:.3g} ms"
+    detail = "" if fits else f"would take {seconds(found.time)}"
     return M.Alternative(
         name=name, feasible=fits, time=found.time if fits else None, bytes=ceil(found.peak_bytes), detail=detail
     )

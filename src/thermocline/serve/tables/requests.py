@@ -20,25 +20,13 @@ from numpy.typing import NDArray
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
-from thermocline.serve.served_model import TensorMetadata, list_names
+from thermocline.serve.served_model import list_names
 
 from .version import TableVersion
 
 Array = NDArray[Any]
 OFFSETS, WEIGHTS = ".offsets", ".weights"
 KNOWN = ".known"  # an output
-
-
-def inputs_of(version: TableVersion) -> list[TensorMetadata]:
-    """Inputs of a version."""
-    kinds = (("", "INT64"), (OFFSETS, "INT64"), (WEIGHTS, "FP32"))
-    return [TensorMetadata(name + end, kind, (-1,), True) for name in version.features for end, kind in kinds]
-
-
-def outputs_of(version: TableVersion) -> list[TensorMetadata]:
-    """Outputs of a version. Those of type BOOL are sent only if they are requested by name."""
-    rows = [TensorMetadata(name, "FP32", (-1, dim)) for name, dim in zip(version.features, version.dims, strict=True)]
-    return rows + [TensorMetadata(version.features[n] + KNOWN, "BOOL", (-1,)) for n in sorted(version.elastic)]
 
 
 class FeatureRequest(NamedTuple):
