@@ -17,8 +17,8 @@ from thermocline.errors import BadInput
 from thermocline.ids.idmap import IdMap
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
+from thermocline.nn.elastic_maps import keyed_maps
 from thermocline.nn.embedding import Embedding, EmbeddingBag
-from thermocline.nn.id_maps import keyed_maps
 from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.parallel.distributed import DistributedDataParallel
 
 from thermocline import formats as F
 from thermocline._lazy import uncompiled
@@ -223,7 +222,7 @@ class ShardedCollection(RowsModule):
 
     def _read(self, input: Any, trains: bool) -> JaggedIds:
         self.trained.raise_refused()
-        if trains and DistributedDataParallel._active_ddp_module is not None:
+        if trains:
             refuse_ddp()
         return self._parse(input)
 
@@ -290,8 +289,6 @@ class ShardedCollection(RowsModule):
         if not self.pipeline.comm_thread.is_current:
             self.pipeline.invalidate_prefetched()
 
-    # -- rows ---------------------------------------------------------------------------------------------------------------
-
     def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
         """Rows of a table, dequantized to fp32; all rows by default. Collective."""
         context = self.state.context
@@ -310,6 +307,8 @@ class ShardedCollection(RowsModule):
         """Set rows of a table, rounded to nearest. Every rank calls this with the same rows."""
         self.invalidate_prefetched()
         number, rows_N = check_rows(self.tables, table, ids, self.arena.device)
+        if self.maps is not None:
+            self.maps.check_zeros(number, rows_N, values)
         for k, at_K, index_K in self.shard.local(self.row_index.locate(rows_N + self.row_index.first[number])):
             self.arena.write(k, index_K, values.to(self.arena.device, torch.float32)[at_K])
 

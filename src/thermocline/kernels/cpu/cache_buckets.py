@@ -17,7 +17,7 @@ from thermocline.kernels.cache import reference as K
 from thermocline.kernels.layout import Pool
 
 from . import vectors as V
-from .compile import helper, inlined, kernel
+from .compile import helper, inlined
 from .rows import CACHED, CACHED_INT8, fmix32, meta_bytes
 from .sort import piece_start, row_ends
 from .vectors import WIDTH, Emit, bits_of, block, get_i64, get_u8, get_u32, prefetch, put_i64, put_u8, put_u32
@@ -154,7 +154,7 @@ def _hits(meta, owners, scores, pool, policy, rows, counts, places, at, last, mi
     return at, miss
 
 
-@kernel("void(" + ", ".join(["int64"] * 15) + ")")
+@helper
 def count_hits(meta, owners, scores, pools, number, policy, keys, bits, count, rows, counts, places, stats, piece, pieces):
     """Distinct rows and counts of one piece, then `_hits` of each pool. The rows of a pool must be contiguous."""
     at, last = piece_start(keys, bits, count, piece, pieces), piece_start(keys, bits, count, piece + 1, pieces)
@@ -181,7 +181,7 @@ def _sketch_of_pool(sketch, pools, pool):
     return sketch + 4 * (K.COUNTERS // 2) * get_i64(pools, pool * FIELDS + SLOT)
 
 
-@kernel("void(" + ", ".join(["int64"] * 8) + ")")
+@helper
 def count_candidates(sketch, pools, number, counts, places, stats, piece, shared):
     """Add the candidates of one piece to the sketch, atomically if other threads share it."""
     stats += 8 * STATS * number * piece
@@ -206,7 +206,7 @@ def _counter(sketch, place):
     return (get_u32(sketch, place >> 1) >> (16 * (place & 1))) & 0xFFFF
 
 
-@kernel("void(" + ", ".join(["int64"] * 10) + ")")
+@helper
 def score_candidates(sketch, pools, number, policy, counts, places, buckets, stats, histograms, piece):
     """Scores (over the weights) and buckets of the candidates of one piece, and a histogram for each pool."""
     stats, histograms = stats + 8 * STATS * number * piece, histograms + 8 * K.BUCKETS * number * piece
@@ -293,7 +293,7 @@ def _within(e: Emit, buckets: Any, low: Any, high: Any, left: Any) -> Any:
     return e.mask_bits(e.builder.and_(inside, e.first(left)))
 
 
-@kernel("void(" + ", ".join(["int64"] * 10) + ")")
+@helper
 def score_slots(scores, owners, pool, policy, most, victims, histogram, sizes, first, last):
     """Buckets of slots first to last - 1 of a pool, and the histogram of buckets up to `most`."""
     scores, owners = scores + 4 * get_i64(pool, SLOT), owners + 8 * get_i64(pool, SLOT)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from thermocline import formats as F
 
-from .compile import helper, inlined
+from .compile import addresses, helper, inlined
 from .rows import copy_floats, read_row
 from .vectors import WIDTH, Emit, Vec, bits_of, block, get_f32, put_f32
 from .write_row import measure_row
@@ -20,13 +21,18 @@ _INFINITY_BITS = 0x7F800000
 _LR, _EPS, _BETA1, _BETA2, _REST1, _REST2, _SIZE, _KEPT, DECAY = range(9)
 
 
-def step_constants(hyper: list[float]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """fp32 constants of a step, from the `hyper` tensor: computed in double and rounded once, as the reference does."""
+@lru_cache(maxsize=16)
+def step_constants(hyper: tuple[float, ...]) -> tuple[np.ndarray[Any, np.dtype[np.float32]], int]:
+    """fp32 constants of a step and their address, from the `hyper` tensor; kept, as most steps have the same ones.
+
+    They are computed in double and rounded once, as the reference does.
+    """
     lr, eps, beta1, beta2, decay, power1, power2 = hyper
     # The powers are 1 before the first step and without betas; nothing reads the quotient then.
     size = lr * np.sqrt(1 - power2) / (1 - power1) if power1 != 1 else 0.0
     values = [lr, eps, beta1, beta2, 1 - beta1, 1 - beta2, size, 1 - lr * decay, decay]
-    return np.array(values, dtype=np.float64).astype(np.float32)
+    constants = np.array(values, dtype=np.float64).astype(np.float32)
+    return constants, *addresses("f", constants)
 
 
 @block("i64 i64 f32 -> none")

@@ -47,15 +47,6 @@ def table_of(codes, meta, fields, number):
 # -- prefetch ---------------------------------------------------------------------------------------------------------
 
 PREFETCH_DISTANCE = 16  # lookups
-# Tables with a cache, in units of GROUPED_COLUMNS columns: lookups that are prefetched together, and how far ahead.
-PREFETCH_GROUP = 32
-GROUPED_COLUMNS = 8 * WIDTH
-
-
-@inlined
-def next_group(i):
-    """The first lookup at or after `i` at which the next group is prefetched."""
-    return (i + PREFETCH_GROUP - 1) // PREFETCH_GROUP * PREFETCH_GROUP
 
 
 @inlined
@@ -63,14 +54,6 @@ def prefetch_lines(address, size):
     """Prefetch the cache lines of `size` bytes."""
     for line in range(address & ~63, address + size, 64):
         prefetch(line)
-
-
-@inlined
-def prefetch_row(codes, meta, width, words, row):
-    """Prefetch a row of a table and its metadata."""
-    prefetch_lines(codes + row * width, width)
-    if words > 0:
-        prefetch(meta + row * words)
 
 
 # -- locate -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from thermocline.kernels.layout import Layout, TableLayout, per_feature
 from . import threads
 from .compile import addresses, as_int64, helper, inlined, kernel
 from .rows import copy_floats
-from .vectors import get_i64, put_f32, put_i64, put_u32
+from .vectors import Emit, block, get_i64, put_f32, put_i64, put_u32
 
 BUCKET = 4096  # target keys a bucket: with smaller buckets scattering misses the first-level cache
 DIGIT = 11  # most bits of a radix pass
@@ -36,11 +36,7 @@ class SortedKeys(NamedTuple):
     factor: Tensor | None  # by position or bag: factor of the gradient
     within_N: Tensor | None  # by position: index in the bag, for max pooling
     pieces: int
-
-    @property
-    def places(self) -> list[int]:
-        """Addresses of `place`, `factor` and `within_N`; 0 for None."""
-        return addresses("qfi", *self[2:5])
+    places: list[int]  # addresses of `place`, `factor` and `within_N`; 0 for None
 
 
 # -- count and scatter ------------------------------------------------------------------------------------------------
@@ -72,7 +68,7 @@ def offsets_ascend(offsets, bags, count, first, last):
     return get_i64(offsets, 0) == 0 and get_i64(offsets, bags) == count
 
 
-@kernel("int64(" + ", ".join(["int64"] * 18) + ")")
+@helper
 def _count(
     ids, offsets, fields, features, batch, count, mode, pitch, packed, by_bag, plan, counts, buckets, place, factor,
     within, task, tasks,
@@ -125,7 +121,7 @@ def _count(
     return OK
 
 
-@kernel("void(int64, int64, int64, int64)")
+@helper
 def _start_buckets(counts, buckets, tasks, bounds):
     """Turn the counts of each task into where it writes its keys of each bucket; `bounds`: where each bucket begins."""
     at = 0
@@ -138,7 +134,7 @@ def _start_buckets(counts, buckets, tasks, bounds):
     put_i64(bounds, buckets, at)
 
 
-@kernel("void(" + ", ".join(["int64"] * 14) + ")")
+@helper
 def _scatter(ids, offsets, fields, features, batch, count, plan, starts, buckets, bits, by_bag, keys, task, tasks):
     """Write the keys of one task into their buckets."""
     first, last = _task_range(count, task, tasks)
@@ -203,9 +199,16 @@ def radix_pass(source, target, first, low, high, base, shift, width, digits):
         put_i64(target, at, key)
 
 
-@kernel("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def _sort(keys, other, bounds, tables, digits, bits, first, last):
+@block("-> i64")
+def _new_digits(e: Emit) -> Any:
+    """Memory for the counts of a radix pass on the stack."""
+    return e.stack(1 << DIGIT)
+
+
+@helper
+def _sort(keys, other, bounds, tables, bits, first, last):
     """Sort buckets first to last - 1. `tables`: (first arena row, bits left to sort) of each bucket."""
+    digits = _new_digits()
     for bucket in range(first, last):
         low, high = get_i64(bounds, bucket), get_i64(bounds, bucket + 1)
         if high - low < _INSERTION_SORT_BELOW:
@@ -224,6 +227,31 @@ def _sort(keys, other, bounds, tables, digits, bits, first, last):
         if passes % 2:
             for i in range(low, high):
                 put_i64(keys, i, get_i64(other, i))
+
+
+_COUNT, _START, _SCATTER, _SORT, _ALL = range(5)  # passes; one task runs all of them in one call
+
+
+@kernel("int64(" + ", ".join(["int64"] * 24) + ")")
+def _run_pass(
+    which, ids, offsets, fields, features, batch, count, mode, pitch, packed, by_bag, bits, plan, tables, buckets, place,
+    factor, within, keys, other, counts, bounds, task, tasks,
+):  # fmt: skip
+    """One pass, or all, for one task; returns OK, BAD_OFFSETS or a bad position."""
+    if which == _COUNT or which == _ALL:
+        found = _count(
+            ids, offsets, fields, features, batch, count, mode, pitch, packed, by_bag, plan, counts, buckets, place, factor,
+            within, task, tasks,
+        )  # fmt: skip
+        if which == _COUNT or found != OK:
+            return found
+    if which == _START or which == _ALL:
+        _start_buckets(counts, buckets, tasks, bounds)
+    if which == _SCATTER or which == _ALL:
+        _scatter(ids, offsets, fields, features, batch, count, plan, counts, buckets, bits, by_bag, keys, task, tasks)
+    if which == _SORT or which == _ALL:
+        _sort(keys, other, bounds, tables, bits, buckets * task // tasks, buckets * (task + 1) // tasks)
+    return OK
 
 
 @kernel("void(" + ", ".join(["int64"] * 8) + ")")
@@ -278,6 +306,7 @@ class _BucketPlan(NamedTuple):
     buckets: int
     of_feature: Any  # int64 [features, 2]: first bucket of its table, low bits of a row inside a bucket
     of_bucket: Any  # int64 [buckets, 2]: first arena row, bits left to sort
+    places: list[int]  # addresses of both
 
 
 @lru_cache(maxsize=1024)
@@ -292,8 +321,8 @@ def _plan(tables: TableLayout, magnitude: int) -> _BucketPlan:
         shift = max(0, (rows - 1).bit_length() - (wanted * sharing).bit_length() + 1)
         first[row] = len(of_bucket), shift
         of_bucket += [(row + (k << shift), shift) for k in range(((rows - 1) >> shift) + 1)]
-    of_feature = np.array([first[f[F.ROW]] for f in tables.features], dtype=np.int64)
-    return _BucketPlan(len(of_bucket), of_feature, np.array(of_bucket, dtype=np.int64))
+    arrays = np.array([first[f[F.ROW]] for f in tables.features], dtype=np.int64), np.array(of_bucket, dtype=np.int64)
+    return _BucketPlan(len(of_bucket), *arrays, addresses("qq", *arrays))
 
 
 def tasks_for(count: int) -> int:
@@ -319,35 +348,38 @@ def sort_lookups(
     if weights_N is not None:
         factor = weights_N.float().contiguous()
     within_N = torch.empty(count, dtype=torch.int32) if mode == F.MAX else None
+    places = addresses("qfi", place, factor, within_N)
     if batch == 0:
         raise_bad_offsets(offsets, count)
-        return SortedKeys(place, bits, place, factor, within_N, 1), grad_out
-    counts, bounds = np.empty(tasks * plan.buckets, dtype=np.int64), np.empty(plan.buckets + 1, dtype=np.int64)
-    fields_F8 = layout.fields_F8.contiguous()
-    lookup = (*addresses("qqq", ids_N, offsets, fields_F8), features, batch, count)
-    arrays, buckets = addresses("qfi", place, factor, within_N), (*addresses("qq", plan.of_feature, counts), plan.buckets)
+        return SortedKeys(place, bits, place, factor, within_N, 1, places), grad_out
+    sorted = SortedKeys(torch.empty(count, dtype=torch.int64), bits, place, factor, within_N, tasks, places)
+    memory, fields_F8 = torch.empty(count + (tasks + 1) * plan.buckets + 1, dtype=torch.int64), layout.fields_F8.contiguous()
+    other = memory.data_ptr()
+    counts, bounds = other + 8 * count, other + 8 * (count + tasks * plan.buckets)
+    # Not `addresses`: these arrays were made here, or checked by `as_int64`.
+    lookup = (ids_N.data_ptr(), offsets.data_ptr(), fields_F8.data_ptr(), features, batch, count)
+    how = (mode, grad_out.shape[1], packed, by_bag, bits, *plan.places, plan.buckets)
+    arrays = (*lookup, *how, *places, sorted.keys_N.data_ptr(), other, counts, bounds)
     found = [OK] * tasks
 
-    def count_task(number: int) -> None:
-        found[number] = _count(*lookup, mode, grad_out.shape[1], packed, by_bag, *buckets, *arrays, number, tasks)
+    def run_pass(which: int, tasks_of_pass: int = tasks) -> None:
+        def task(number: int) -> None:
+            found[number] = _run_pass(which, *arrays, number, tasks)
 
-    threads.run(count_task, tasks)
-    raise_if_bad(found, layout, ids_N, offsets)
-    keys_N, other_N = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
-    keys, *sorting = addresses("qqqq", keys_N, other_N, bounds, plan.of_bucket)
-    _start_buckets(*buckets[1:], tasks, sorting[1])
-    threads.run(lambda n: _scatter(*lookup, *buckets, bits, by_bag, keys, n, tasks), tasks)
+        threads.run(task, tasks_of_pass)
+        raise_if_bad(found, layout, ids_N, offsets)
 
-    def sort_task(number: int) -> None:
-        digits = np.empty(1 << DIGIT, dtype=np.int64)
-        first, last = plan.buckets * number // tasks, plan.buckets * (number + 1) // tasks
-        _sort(keys, *sorting, *addresses("q", digits), bits, first, last)
-
-    threads.run(sort_task, tasks)
+    if tasks == 1:
+        run_pass(_ALL)
+    else:
+        run_pass(_COUNT)
+        run_pass(_START, 1)
+        run_pass(_SCATTER)
+        run_pass(_SORT)
     grad = (grad_out.float() if mode == F.MAX else grad_out).contiguous()
     if packed and features > 1:
         grad = _gradient_by_feature(grad, layout, batch, tasks)
-    return SortedKeys(keys_N, bits, place, factor, within_N, tasks), grad
+    return sorted, grad
 
 
 def _gradient_by_feature(grad: Tensor, layout: Layout, batch: int, tasks: int) -> Tensor:
@@ -370,6 +402,8 @@ def _gradient_by_feature(grad: Tensor, layout: Layout, batch: int, tasks: int) -
 
 def raise_if_bad(found: list[int], layout: Layout, ids_N: Tensor, offsets: Tensor) -> None:
     """Raise for the results of checking tasks."""
+    if max(found) == min(found) == OK:
+        return
     if BAD_OFFSETS in found:
         raise_bad_offsets(offsets, ids_N.numel())
     positions = [p for p in found if p >= 0]

@@ -149,6 +149,12 @@ class Emit:
         zeros = ir.Constant(_vector(_I32), [ir.Constant(_I32, 0)] * WIDTH)
         return Vec(self, self.builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros))
 
+    def splat_i64(self, scalar: Any) -> Any:
+        """16 64-bit integers, which are no `Vec`."""
+        kind, zeros = _vector(_I64), ir.Constant(_vector(_I32), [0] * WIDTH)
+        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
+        return self.builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
+
     def constant(self, values: Sequence[Any]) -> Vec:
         element = _F32 if isinstance(values[0], float) else _I32
         return Vec(self, ir.Constant(_vector(element), [ir.Constant(element, v) for v in values]))
@@ -183,14 +189,17 @@ class Emit:
         function = ir.FunctionType(kind, [a.type for a in arguments])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, function, name), arguments)
 
-    def _load(self, address: Any, element: ir.Type, count: Any) -> Any:
+    def _load(self, address: Any, element: ir.Type, count: Any, mask: Any = None) -> Any:
         kind = _vector(element)
         size = 4 if element == _F32 else element.width // 8
         pointer = self.builder.inttoptr(address, kind.as_pointer())
-        if count is None:
+        if count is None and mask is None:
             return self.builder.load(pointer, align=size)
+        if count is not None:
+            first = self.first(count)
+            mask = first if mask is None else self.builder.and_(first, mask)
         name = f"llvm.masked.load.v16{'f32' if element == _F32 else f'i{element.width}'}.p0"
-        return self.call_llvm(name, kind, pointer, ir.Constant(_I32, size), self.first(count), ir.Constant(kind, None))
+        return self.call_llvm(name, kind, pointer, ir.Constant(_I32, size), mask, ir.Constant(kind, None))
 
     def prefetch(self, address: Any) -> None:
         """Prefetch a cache line into the second level, where a core tracks more outstanding misses than in the first."""
@@ -207,12 +216,16 @@ class Emit:
     def number(self, value: int) -> Any:
         return ir.Constant(_I64, value)
 
+    def stack(self, words: int) -> Any:
+        """The address of memory for `words` 64-bit integers on the stack of the function."""
+        return self.builder.ptrtoint(cgutils.alloca_once(self.builder, ir.ArrayType(_I64, words)), _I64)
+
     def mask_bits(self, mask: Any) -> Any:
         """A mask as an i64: bit k is element k."""
         return self.builder.zext(self.builder.bitcast(mask, ir.IntType(WIDTH)), _I64)
 
-    def load_f32(self, address: Any, count: Any = None) -> Vec:
-        return Vec(self, self._load(address, _F32, count))
+    def load_f32(self, address: Any, count: Any = None, mask: Any = None) -> Vec:
+        return Vec(self, self._load(address, _F32, count, mask))
 
     def load_unsigned(self, address: Any, bits: int, count: Any = None) -> Vec:
         return Vec(self, self.builder.zext(self._load(address, ir.IntType(bits), count), _vector(_I32)))

@@ -14,7 +14,7 @@ from thermocline.errors import IdOutOfRange
 from thermocline.kernels.cpu import threads
 from thermocline.kernels.cpu.compile import addresses, as_int64, helper, kernel
 from thermocline.kernels.cpu.pool import pool_plain
-from thermocline.kernels.cpu.rows import PREFETCH_DISTANCE, fmix32, meta_bytes, prefetch_lines
+from thermocline.kernels.cpu.rows import fmix32, meta_bytes
 from thermocline.kernels.cpu.vectors import get_i64, get_u8, put_i64
 from thermocline.kernels.ids.cpu import rank_in_bitmap, rank_in_sorted
 
@@ -124,13 +124,12 @@ def pool_bags(fields, ends, addresses, offsets, weights, mean, out, targets, fir
         field = fields + 8 * S.FIELDS * feature
         format, dim = get_i64(field, S.FORMAT), get_i64(field, S.DIM)
         until = min(last, get_i64(ends, feature + 1))
-        begin, end = get_i64(offsets, first), get_i64(offsets, until)
-        for i in range(begin, min(begin + PREFETCH_DISTANCE, end)):
-            prefetch_lines(get_i64(addresses, i), get_i64(field, S.STRIDE))
+        end = get_i64(offsets, until)
         pitch = 4 * get_i64(targets, 2 * feature + 1)
         place = out + 4 * get_i64(targets, 2 * feature) + (first - get_i64(ends, feature)) * pitch
         pool_plain(
-            format, 0, -meta_bytes(format), 0, 1, 1, addresses, offsets, weights, first, until, end, dim, mean, place, pitch
+            format, 0, -meta_bytes(format), 0, 1, 1, addresses, offsets, weights, first, until, end, dim, mean, place, pitch,
+            np.float32(0),
         )  # fmt: skip
         first = until
     return np.int64(0)

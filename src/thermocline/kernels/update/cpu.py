@@ -232,9 +232,10 @@ def advance(clock: Tensor, hyper: Tensor) -> None:
 
 
 @lru_cache(maxsize=256)
-def _fields_of(tables: TableLayout) -> Any:
-    """Fields of the distinct tables, as kernels take them."""
-    return np.array(tables.distinct, dtype=np.int64)
+def _fields_of(tables: TableLayout) -> tuple[Any, int]:
+    """Fields of the distinct tables, as kernels take them, and their address."""
+    fields = np.array(tables.distinct, dtype=np.int64)
+    return fields, *addresses("q", fields)
 
 
 def _run(rows: RowArrays, optimizer: OptimizerArrays, call: Callable[[tuple[int, ...], int], int], tasks: int) -> None:
@@ -242,18 +243,16 @@ def _run(rows: RowArrays, optimizer: OptimizerArrays, call: Callable[[tuple[int,
     codes, meta, layout, cache = rows
     states, hyper, clock, kind, stochastic = optimizer
     advance(clock, hyper)
-    tables = _fields_of(layout.tables)
-    factors = step_constants(hyper.tolist())
+    tables, at_tables = _fields_of(layout.tables)
+    _kept, constants = step_constants(tuple(hyper.tolist()))  # the cache may drop them
     seed, step = clock.tolist()[: F.CLOCK_FIELDS]
     state0, state1 = addresses("ff", *[*states, None, None][:2])
-    arrays, constants = addresses("Biq", codes, meta, tables), addresses("f", factors)
+    where = (codes.data_ptr(), meta.data_ptr(), *slots_of(cache), state0, state1, at_tables, len(tables))
     found = [_ALL_GOOD] * tasks
 
     def task(number: int) -> None:
-        scratch = np.empty(_SCRATCH, dtype=np.float32)
-        where = (*arrays[:2], *slots_of(cache), state0, state1, arrays[2], len(tables))
-        how = (kind, stochastic, *addresses("f", scratch), *constants, seed, step)
-        found[number] = call((*where, *how), number)
+        scratch = torch.empty(_SCRATCH, dtype=torch.float32)
+        found[number] = call((*where, kind, stochastic, scratch.data_ptr(), constants, seed, step), number)
 
     threads.run(task, tasks)
     if min(found, default=_ALL_GOOD) != _ALL_GOOD:
@@ -296,8 +295,8 @@ def update_bags(rows: RowArrays, optimizer: OptimizerArrays, call: LookupCall, w
         refresh(codes, meta, cache, layout, lookups.keys_N, lookups.bits, lookups.pieces, optimizer.stochastic)
     winners = winners.contiguous()
     ends_N = torch.empty_like(lookups.keys_N)
-    keys, ends = addresses("qq", lookups.keys_N, ends_N)
-    pieces = (keys, lookups.bits, count, ends, *lookups.places, *addresses("i", winners), *gradient_address(grad))
+    keys, won = lookups.keys_N.data_ptr(), addresses("i", winners)
+    pieces = (keys, lookups.bits, count, ends_N.data_ptr(), *lookups.places, *won, *gradient_address(grad))
 
     def update(shared: tuple[int, ...], number: int) -> int:
         found: int = _update_piece(*shared, *pieces, _ALL_GOOD, number, lookups.pieces)
