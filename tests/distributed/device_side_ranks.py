@@ -107,7 +107,7 @@ def waits(rank: int, size: int, plan: tc.Plan, heat: Any) -> tuple[list[str], li
 
 
 class _Launches:
-    """Stands for the stream of NCCL's exchanges: a job is launched where its caller is, and its kernels are ordered by waits."""
+    """Stands for the stream of NCCL's exchanges: jobs launch where the caller is, and waits order their kernels."""
 
     def __init__(self) -> None:
         self.open = self.waits = 0
