@@ -245,7 +245,7 @@ class ProcessGroups:
         processes = [each.process_group for each in (self.cross_node, self.intra_node) if each.process_group is not None]
         if not processes:
             return None
-        grid = torch.tensor(self.world.ranks).view(self.nodes, self.local_size)
+        grid = torch.tensor(self.world.ranks, dtype=torch.int64).view(self.nodes, self.local_size)
         return DeviceMesh.from_group(processes, self.device.type, mesh=grid, mesh_dim_names=("node", "local_rank"))
 
     @classmethod
@@ -301,7 +301,7 @@ def _make_groups(
     nodes: int, local_size: int, device: torch.device, comm_thread: CommThread, layout: Sequence[Sequence[int]] = ()
 ) -> Iterator[RankGroup]:
     """All ranks of this replica, those of this node, and those with this local rank."""
-    grids = [torch.tensor(ranks).view(nodes, local_size) for ranks in layout or [range(nodes * local_size)]]
+    grids = [torch.tensor(ranks, dtype=torch.int64).view(nodes, local_size) for ranks in layout or [range(nodes * local_size)]]
     place = {rank: n for grid in grids for n, rank in enumerate(grid.flatten().tolist())}
     for partition in ([grid.view(1, -1) for grid in grids], grids, [grid.t() for grid in grids]):
         yield _make_group([ranks for each in partition for ranks in each.tolist()], local_size, device, comm_thread, place)
