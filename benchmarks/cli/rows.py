@@ -223,7 +223,9 @@ def lookup_tilings(
     debug: Debug = False,
 ) -> None:
     """Race tilings of the lookup of bags against the lookup in use. Needs a GPU; --quick runs in Triton's interpreter."""
+    device = gpu_or_quick("lookup-tilings", quick)
+    if device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are imported
     from benchmarks.tilings import benchmark as bench
 
-    device = gpu_or_quick("lookup-tilings", quick)
     measure(json, quiet, lambda progress: bench.run(device, limit, quick, processes, peers=peers, progress=progress))

@@ -75,8 +75,13 @@ def state_of(model: Any) -> dict[str, Any]:
         }
 
 
-def train_plain(rank: int, size: int, plan: Any, heat: Any, ranks: int, steps: int = 20, ahead: bool = False) -> Any:
-    """Outputs of each step, and all rows. One process has the batches of all `ranks`."""
+def train_plain(
+    rank: int, size: int, plan: Any, heat: Any, ranks: int, steps: int = 20, ahead: bool = False, asked: bool = False
+) -> Any:
+    """Outputs of each step, and all rows. One process has the batches of all `ranks`.
+
+    `asked`: other gradients are computed first, and those of rows are asked for by name.
+    """
     model, outs = PlainModel(), []
     held = [model.bags]  # the model is not the only one that holds a module
     if plan is not None:
@@ -89,9 +94,14 @@ def train_plain(rank: int, size: int, plan: Any, heat: Any, ranks: int, steps: i
             following = parts_of(step + 1, sizes_at(step + 1, ranks))[rank]
             model.bags.prefetch(following["ids"], following["offsets"], following["weights"])
             model.words.prefetch(following["words"])
-        out = model(parts[rank] if size > 1 else joined_parts(parts))
+        batch = parts[rank] if size > 1 else joined_parts(parts)
+        batch["weights"].requires_grad_(asked)
+        out = model(batch)
         outs.append(out.detach().numpy())
-        loss_of(out, step, sum(sizes[:rank]) if size > 1 else 0).backward()
+        loss = loss_of(out, step, sum(sizes[:rank]) if size > 1 else 0)
+        if asked:
+            torch.autograd.grad(loss, batch["weights"], retain_graph=True)
+        loss.backward(inputs=list(model.parameters()) if asked else None)
     return outs, state_of(model)
 
 

@@ -70,6 +70,11 @@ def test_plain_modules_train_as_in_one_process_bit_for_bit(on_ranks, nodes, gpus
     )
 
 
+def test_sharded_rows_train_in_the_passes_that_ask_for_them(on_ranks):
+    plan, heat = plain_plan(1, 2, TIERS)
+    same(on_ranks("plain_ranks.train_plain", 2, plan, heat, 2, 6, False, True), train_plain(0, 1, None, None, 2, 6))
+
+
 def test_prefetched_plain_modules_change_no_bit(on_ranks):
     plan, heat = plain_plan(1, 2, TIERS)
     same(on_ranks("plain_ranks.train_plain", 2, plan, heat, 2, 12, True), train_plain(0, 1, None, None, 2, 12))

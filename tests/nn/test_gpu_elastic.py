@@ -18,9 +18,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 EXACT = tc.SGD(lr=0.5)
 
 
-def _bag(device: str = "cpu", **config: Any) -> tc.EmbeddingBag:
+def _bag(device: str = "cpu", grow_from: int | None = None, **config: Any) -> tc.EmbeddingBag:
     rows = RowConfig(**{"precision": "fp32", "optimizer": EXACT, **config})
-    return tc.EmbeddingBag(2000, 16, mode="sum", rows=rows, ids=IdMap.elastic(2000, half_life=3), device=device)
+    ids = IdMap.elastic(2000, half_life=3, grow_from=grow_from)
+    return tc.EmbeddingBag(2000, 16, mode="sum", rows=rows, ids=ids, device=device)
 
 
 def _batches(count: int, seed: int = 0) -> Iterator[Tensor]:
@@ -132,8 +133,9 @@ def test_a_collection_that_reads_zeros_never_waits_for_the_gpu():
     assert rows.elastic("seen").state()["shared_lookups"] > 0 and not rows.get_rows("item", torch.tensor([699])).any()
 
 
-def test_a_recorded_graph_gives_rows_to_new_ids():
-    bags, ids = [_bag("cuda"), _bag("cuda")], torch.zeros(500, 4, dtype=torch.int64, device="cuda")
+@pytest.mark.parametrize("grow_from", [None, 100])
+def test_a_recorded_graph_gives_rows_to_new_ids(grow_from: int | None):
+    bags, ids = [_bag("cuda", grow_from), _bag("cuda", grow_from)], torch.zeros(500, 4, dtype=torch.int64, device="cuda")
     bags[1].load_state_dict(bags[0].state_dict())
     for _ in range(3):
         for bag in bags:
@@ -146,3 +148,23 @@ def test_a_recorded_graph_gives_rows_to_new_ids():
         graph.replay()
         bags[0](ids).sum().backward()
     assert _same(*bags) and bags[1].elastic().state()["evicted"] > 0
+    assert grow_from is None or bags[1].elastic().state()["rows"] > 1000
+
+
+def test_rows_that_were_prefetched_train_while_the_table_grows():
+    bags = [_bag("cuda", 100, precision="int8", cache=0.1, residency=where) for where in ("device", "host")]
+    bags[1].load_state_dict(bags[0].state_dict())
+    _train(bags[0], _batches(12), "cuda")
+    for _, rows in bags[1].prefetched([batch.cuda() for batch in _batches(12)]):
+        bags[1](rows).sum().backward()
+    assert _same(*bags) and bags[1].elastic().state()["rows"] > 1000
+
+
+def test_times_and_chances_are_those_of_a_cpu():
+    ids, bags = IdMap.elastic(2000, max_age=3.0, admit_chance=0.5, shared=0), []
+    for device in ("cpu", "cuda"):
+        bags.append(tc.EmbeddingBag(2000, 16, mode="sum", rows=RowConfig("fp32", optimizer=EXACT), ids=ids).to(device))
+        for step, batch in enumerate(_batches(12)):
+            bags[-1].elastic().advance(float(step))
+            bags[-1](batch.to(device)).sum().backward()
+    assert _same(*bags) and bags[1].elastic().state()["expired"] > 100

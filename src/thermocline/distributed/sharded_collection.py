@@ -222,8 +222,7 @@ class ShardedCollection(RowsModule):
 
     def _read(self, input: Any, trains: bool) -> JaggedIds:
         self.trained.raise_refused()
-        if trains:
-            refuse_ddp()
+        refuse_ddp(trains)
         return self._parse(input)
 
     def _parse(self, input: Any) -> JaggedIds:
@@ -262,15 +261,15 @@ class ShardedCollection(RowsModule):
     def _look_up(self, batch: BatchTable, exchange: BatchExchange, trains: bool) -> Tensor:
         wide = self.dtype == torch.float64  # kernels support fp32 at most
         dtype = torch.float32 if wide else self.dtype
-        placeholder = self.trainer.placeholder if trains else self.arena.untrained_placeholder
+        placeholder = self.placeholder if trains else self.arena.untrained_placeholder
         call = (placeholder, batch.weights_N, batch, exchange.sums, partial(self._reduce_gradients, exchange), dtype)
         out: Tensor = ShardedLookup.apply(*call)  # type: ignore[no-untyped-call]
         if trains:
             self.pipeline.lookups += 1
             if self.rows.update == "backward":
-                out.grad_fn.register_prehook(UpdateOnce(self.trained))  # type: ignore[union-attr]
+                out.grad_fn.opened = UpdateOnce(self.trained)  # type: ignore[union-attr]
             elif self._elastic is not None:
-                out.grad_fn.register_prehook(SameTenants(self.trained))  # type: ignore[union-attr]
+                out.grad_fn.opened = SameTenants(self.trained)  # type: ignore[union-attr]
         return out.double() if wide else out
 
     def _reduce_gradients(self, exchange: BatchExchange, grads: BatchGradients) -> None:

@@ -7,6 +7,7 @@ slots. `precision_tiers.py` describes dicts of precisions.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import BadInput
+from thermocline.kernels.elastic.fields import BUCKET, BYTES_PER_ROW
 from thermocline.rows.arena import Arena
 from thermocline.rows.memory import free_bytes
 from thermocline.rows.optimizers import RowOptimizer, RowwiseAdagrad
@@ -98,6 +100,34 @@ class RowConfig:
             _refuse("cache", self.cache, f"precision {self.precision!r} sets the cache slots: drop cache=")
         if self.staged is not None and self.residency != "host":
             _refuse("staged", self.staged, f"residency is {self.residency!r}; rows are staged with residency='host'")
+
+    def rows_within(self, budget: str, dim: int) -> int:
+        """The most rows that an elastic table of `dim` columns may have within a budget of bytes.
+
+        Counted are rows, cache, optimizer state, and the 16 bytes a row for ids and their counts.
+
+        Args:
+            budget: bytes as text ("2GiB").
+            dim: columns of the table.
+
+        Returns:
+            The rows, for `IdMap.elastic(rows)`.
+
+        Raises:
+            BadInput: the budget is no number of bytes, or is too small for one row.
+
+        Example::
+
+            config = thermocline.RowConfig("int8", cache=0.05)
+            rows = config.rows_within("2GiB", 64)
+            ids = thermocline.IdMap.elastic(rows, grow_from=100_000)
+        """
+        size = parse_bytes("budget", budget)
+        rows = bisect_right(range(1, 1 + size // BYTES_PER_ROW), size, key=lambda rows: _bytes_of_elastic(rows, dim, self))
+        if not rows:
+            needed = _bytes_of_elastic(1, dim, self)
+            _refuse("budget", budget, f"one row takes {needed} bytes", needed=needed, available=size)
+        return rows
 
 
 _FIELDS = tuple(field.name for field in fields(RowConfig))
@@ -214,6 +244,14 @@ def bytes_needed(
     """Bytes of rows, cache and optimizer state."""
     states = sum(t.rows * (4 * optimizer.states_per_row + 4 * t.dim * optimizer.states_per_column) for t in tables)
     return states + bytes_of(tables, slots, near or [0] * len(tables))
+
+
+def _bytes_of_elastic(rows: int, dim: int, config: RowConfig) -> int:
+    """Bytes of an elastic table: those of its ids, too."""
+    (tiers,) = choose_tiers([TableRequest(rows, dim, config.precision)], config)
+    tables = [TableSpec(rows, dim, tiers.base)]
+    slots, near = divide(tables, [tiers.full]), divide(tables, [tiers.near])
+    return bytes_needed(tables, slots, config.optimizer, near) + overhead(tables) + BYTES_PER_ROW * (rows + BUCKET)
 
 
 def _check_fits(

@@ -24,9 +24,9 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def refuse_ddp() -> None:
-    """Raise within the forward of DistributedDataParallel."""
-    if DistributedDataParallel._active_ddp_module is None:
+def refuse_ddp(trains: bool) -> None:
+    """Raise for a lookup that trains within the forward of DistributedDataParallel."""
+    if not trains or DistributedDataParallel._active_ddp_module is None:
         return
     raise BadInput(
         "each rank updates rows from its own batch, so copies under DistributedDataParallel would diverge; wrap only the dense "

@@ -104,12 +104,10 @@ class RowsModule(nn.Module):
 
     def _trains(self) -> bool:
         """Whether the backward of what is read now updates rows."""
-        placeholder = self.trained.placeholder
-        if not torch.compiler.is_compiling() and not placeholder.read_by(self._parameters["placeholder"]):
+        if not torch.compiler.is_compiling() and not self.trained.placeholder.read_by(self._parameters["placeholder"]):
             return False
-        trains = torch.is_grad_enabled() and placeholder.requires_grad
-        if trains:
-            refuse_ddp()
+        trains = torch.is_grad_enabled() and self.trained.placeholder.requires_grad
+        refuse_ddp(trains)
         if trains and not self.rows.independent and (count := ranks()) > 1:
             if not self.training:  # an evaluation without no_grad: rows stay as they are
                 return False
@@ -314,9 +312,8 @@ class RowsModule(nn.Module):
             self.maps.check_device(fn(torch.empty(0, dtype=torch.float32, device=self.arena.device)).device)
         move = as_integers(fn)
         self.arena.unstage()  # staged rows are found by distances between arrays
-        device, on_cpu = self.arena.device, self.arena.cache[-2:]
-        self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=device)).dtype
-        codes = self.arena.codes
+        on_cpu, codes = self.arena.cache[-2:], self.arena.codes
+        self.dtype = fn(torch.zeros(1, dtype=self.dtype, device=self.arena.device)).dtype
         for held in (self.arena, self.trainer, *([] if self.maps is None else [self.maps])):
             move_tensors(held, move)
         if self.rows.residency == "host" and self.arena.device.type == "cuda":

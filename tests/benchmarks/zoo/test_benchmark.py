@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import thermocline as tc
+from benchmarks.runner.paired import RunResult
+from benchmarks.runner.record import Recorder
 from benchmarks.runner.show import load_asked
 from benchmarks.zoo import benchmark
 from benchmarks.zoo.case import Trained, ZooCase
@@ -34,6 +36,19 @@ def train(seed, convert, frozen=False):
     return Trained(-losses[-1], losses)
 
 
+def run_of(apart):
+    measures = {"trained": {"metric": 0.5}, "losses": {"0": 1 + apart}}
+    return RunResult("tiny", "arm", 0, 0, measures, stats={"bytes_before": 1, "bytes_after": 1}, seconds=1.0)
+
+
+def verdict(runs):
+    """Of fp32 rows, for runs of one seed by arm."""
+    recorder = Recorder("zoo", lambda line: None)
+    case = ZooCase("tiny", "of/ours", "-loss", tc.Adagrad(lr=0.1), train)
+    benchmark.judge(recorder, case, {"plain": [run_of(0.0)], "int8": [run_of(0.0)], **runs})
+    return recorder.record["rows"][0]["verdict"]
+
+
 def rows_of(monkeypatch, **changes):
     case = ZooCase("tiny", "of/ours", "-loss", tc.Adagrad(lr=0.1), lambda *given: train(*given, **changes))
     monkeypatch.setattr(benchmark, "cases", lambda *_: [case])
@@ -51,6 +66,13 @@ def test_a_model_that_learns_the_same_is_equal_and_within_seeds(monkeypatch):
 def test_a_model_whose_rows_stay_as_they_are_is_found(monkeypatch):
     fp32, int8 = rows_of(monkeypatch, frozen=True)
     assert fp32["verdict"] != benchmark.EQUAL and int8["verdict"] != benchmark.WITHIN
+
+
+def test_one_control_that_rounding_spares_or_strays_decides_nothing(monkeypatch):
+    controls = {name: [run_of(apart)] for name, apart in zip(benchmark.CONTROLS, (0.0, 1e-4, 1e-4), strict=True)}
+    assert verdict(controls | {"fp32": [run_of(1.1e-4)]}) == benchmark.EQUAL
+    controls = {name: [run_of(apart)] for name, apart in zip(benchmark.CONTROLS, (0.0, 0.0, 1e-4), strict=True)}
+    assert verdict(controls | {"fp32": [run_of(1.1e-4)]}) != benchmark.EQUAL
 
 
 def test_missing_libraries_are_noted(monkeypatch):

@@ -23,6 +23,7 @@ from thermocline.kernels.checks import raise_bad_offsets
 from thermocline.kernels.dispatch import implementation_for
 from thermocline.kernels.exchange.fields import DIM
 from thermocline.kernels.layout import Layout
+from thermocline.kernels.ops import is_for_rows, once
 from thermocline.nn.inputs import JaggedIds
 from thermocline.rows.arena import Arena
 from thermocline.rows.table_spec import TableSpec
@@ -220,14 +221,16 @@ class ShardedLookup(torch.autograd.Function):
         ctx: Any, placeholder: Tensor, weights: Tensor | None, batch: BatchTable, sums: PartialSums | None,
         reduce_gradients: Callable[[BatchGradients], None], dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        ctx.batch, ctx.reduce_gradients = batch, reduce_gradients
+        ctx.batch, ctx.reduce_gradients, ctx.opened = batch, reduce_gradients, None
         out, ctx.winners = batch.pool(dtype, sums)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         batch, grad = ctx.batch, grad.contiguous()
-        weights_grad = batch.weight_gradient(grad).to(batch.weights_N.dtype) if ctx.needs_input_grad[1] else None
-        if ctx.needs_input_grad[0]:
+        weights_grad = once(batch.weight_gradient(grad).to(batch.weights_N.dtype), grad) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[0] and is_for_rows(ctx.next_functions[0][0]):
+            if ctx.opened is not None:
+                ctx.opened(grad)
             ctx.reduce_gradients(batch.gradients(ctx.winners, grad))
         return None, weights_grad, None, None, None, None
