@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -45,6 +46,20 @@ def test_ctrl_c_leaves_with_130():
     done = thermocline("doctor", before=before)
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_that_an_import_turns_into_another_error_leaves_with_130():
+    check = "import signal\ndef check():\n    try: signal.raise_signal(signal.SIGINT)\n    except KeyboardInterrupt: 1 // 0"
+    done = thermocline("doctor", before=f"{check}\nimport thermocline.cli.machine_checks as m\nm.CHECKS = (check,)")
+    assert done.returncode == 130 and not done.stderr
+
+
+def test_ctrl_c_while_the_command_line_is_imported_leaves_with_130(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, "-m", "thermocline", "doctor"], capture_output=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert done.returncode == 130 and not done.stderr
 
 
 BROKEN_DOCTOR = "import thermocline.cli.machine_checks as m\nm.CHECKS = (lambda: 1 // 0,)"

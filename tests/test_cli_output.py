@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from thermocline.cli import options, output
 from thermocline.errors import BadInput, explain_failed_write, write_text
-from thermocline.heat import profile_files
+from thermocline.heat import HeatProfile, profile_files
 from thermocline.plan import Plan, TablesConfig, Topology, make_plan
 
 # Every file of the process ends at this many bytes, as on a full disk.
@@ -33,11 +34,11 @@ tables:
 NAMES = ("user_id", "query_category_tokens_normalized_and_hashed_v2", "advertiser_campaign_id")
 
 
-def thermocline(*arguments, before="", **environment):
+def thermocline(*arguments, before="", stdout=subprocess.PIPE, **environment):
     code = f"import sys\n{before}\nsys.argv[0] = 'thermocline'\nfrom thermocline.cli import main\nmain()"
     environment = {**os.environ, "NO_COLOR": "1", **environment}
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,36 @@ def test_text_on_a_full_disk_is_bad_input():
     with pytest.raises(BadInput) as raised:
         write_text("/dev/full", "twelve bytes")
     assert (raised.value.path, raised.value.needed) == ("/dev/full", 12)
+
+
+def test_a_failed_write_keeps_the_earlier_file(tmp_path):
+    (tmp_path / "plan.json").write_text("earlier")
+    done = thermocline("data", "synth", "-o", tmp_path / "plan.json", "--samples", 9, before=SMALL_DISK)
+    assert done.returncode == 2 and (tmp_path / "plan.json").read_text() == "earlier"
+    code = "from thermocline.errors import write_text; import sys; write_text(sys.argv[1], 'x' * 999)"
+    done = subprocess.run([sys.executable, "-c", f"{SMALL_DISK}\n{code}", tmp_path / "plan.json"], capture_output=True)
+    assert done.returncode == 1 and (tmp_path / "plan.json").read_text() == "earlier"
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+@pytest.mark.parametrize("write", [write_text, lambda path, text: HeatProfile.load(path.parent / "heat.tc").save(path)])
+def test_pipes_devices_and_links_keep_their_place(files, tmp_path, write):
+    shutil.copy(files / "heat.tc", tmp_path)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (link := tmp_path / "link").symlink_to(tmp_path / "target")
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    write(pipe, "text")
+    assert pipe.is_fifo() and os.read(reader, 4)
+    os.close(reader)
+    write(link, "text")
+    assert link.is_symlink() and (tmp_path / "target").stat().st_size
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_standard_output_is_one_paragraph(files):
+    with open("/dev/full", "w") as full:
+        done = thermocline("plan", "show", files / "plan.json", stdout=full)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "unexpected" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_the_wheel_has_command_and_license_and_the_sdist_has_docs_and_benchmarks
     wheel, sdist = built
     files = zipfile.ZipFile(wheel)
     info = f"thermocline-{thermocline.__version__}.dist-info"
-    assert "thermocline = thermocline.cli:main" in files.read(f"{info}/entry_points.txt").decode()
+    assert "thermocline = thermocline.__main__:main" in files.read(f"{info}/entry_points.txt").decode()
     assert f"{info}/licenses/LICENSE" in files.namelist()
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}

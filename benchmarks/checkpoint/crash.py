@@ -1,9 +1,9 @@
 """Ranks that are killed, again and again: does every one of them go on from where it should, with the bits it should have?
 
-Four ranks train a sharded model and save now and then: all of it, what changed, and what changed in the background, in turn. At
-a random moment one of them, or all, are killed with SIGKILL, and the job is started again on the same folder. A run without
-kills has left the sha256 of what every rank holds after every step; each rank compares its own after resuming and after every
-step.
+Four ranks train a sharded model and save now and then: all of it, what changed, and what changed in the background, in turn.
+The ids of one table come and go, and it grows. At a random moment one rank, or all, are killed with SIGKILL, and the job is
+started again on the same folder. A run without kills has left the sha256 of what every rank holds after every step; each rank
+compares its own after resuming and after every step.
 
     lost       a save that had returned, and the job resumed from an older one
     corrupt    a rank that held other bits than in the run without kills, or a folder that did not open
@@ -37,7 +37,9 @@ from thermocline.checkpoint import BackgroundSave, Checkpoint, resume, save, sav
 from thermocline.distributed.shard import shard_
 from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.heat.profiler import profile_batches
+from thermocline.ids.idmap import IdMap
 from thermocline.kernels.cpu.compile import prepare
+from thermocline.kernels.elastic.fields import STEPS as STEPS_COUNT
 from thermocline.kernels.layout import Cache
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
@@ -47,7 +49,8 @@ from thermocline.plan.topology import Topology
 from thermocline.rows.arena import Arena
 
 RANKS, STEPS, BATCH, EVERY = 4, 120, 64, 3
-TABLES = {"user": (5003, 16), "item": (2001, 16), "shop": (97, 8)}
+TABLES = {"user": (5003, 16), "item": (2001, 16), "shop": (97, 8), "news": (641, 8)}
+NEWS = IdMap.elastic(641, half_life=5, grow_from=80)  # ids come and go, and the table grows
 _CACHE = 0.05
 _PATIENCE = 120.0  # seconds for a job to come up or to end
 
@@ -56,14 +59,15 @@ class _CrashModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
-        tables = [Table(name, rows, dim) for name, (rows, dim) in TABLES.items()]
+        tables = [Table(name, rows, dim, ids=NEWS if name == "news" else None) for name, (rows, dim) in TABLES.items()]
         self.rows = EmbeddingCollection(tables, rows=RowConfig("int8", cache=_CACHE, seed=3))
         self.top: nn.Module = nn.Linear(sum(dim for _, dim in TABLES.values()), 1)
 
 
 def _ids(step: int, rank: int) -> dict[str, Any]:
     draw = np.random.default_rng((step, rank))
-    return {name: (draw.random((BATCH, 2)) ** 4 * rows).astype(np.int64) for name, (rows, _) in TABLES.items()}
+    ids = {name: (draw.random((BATCH, 2)) ** 4 * rows).astype(np.int64) for name, (rows, _) in TABLES.items()}
+    return ids | {"news": (ids["news"] // 2 + 9 * step) * 7919}
 
 
 def run(kills: int, folder: Path, report: Callable[[int, int, str], None], seed: int = 0) -> dict[str, Any]:
@@ -244,6 +248,8 @@ def _train(folder: Path, name: str, rank: int, store: Path, notes: Path) -> None
             under_way = _save(folder / name, model, dense, step + 1, rank, notes, under_way)
     if under_way is not None:
         under_way.wait()
+    news = model.rows.elastic("news").state()
+    assert news["evicted"] > 0 and news["rows"] > 2 * 80
     if reference:
         known.write_text(json.dumps(digests))
     dist.barrier()
@@ -308,6 +314,8 @@ def _digest(model: _CrashModel | nn.Module, dense: torch.optim.Optimizer) -> str
     found = hashlib.sha256()
     tensors: list[Tensor] = [*_codes(rows.arena), rows.arena.meta, *rows.trainer.states, rows.trainer.hyper, rows.trainer.clock]
     tensors += rows.arena.cache
+    for name, tensor in rows.maps.tensors().items():  # what ranks counted, the first one has after a resume
+        tensors.append(tensor[STEPS_COUNT:] if name.endswith("_counts") else tensor)
     tensors += [value for state in dense.state.values() for value in state.values() if isinstance(value, Tensor)]
     for tensor in [*tensors, *model.get_submodule("top").parameters()]:
         found.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())

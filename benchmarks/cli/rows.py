@@ -210,3 +210,20 @@ def train(
     device = gpu_or_quick("host", quick)
     shape = bench.QUICK_SHAPE if quick else cases.A
     measure(json, quiet, lambda progress: bench.run(device, shape, not quick, progress))
+
+
+@app.command("lookup-tilings", epilog="Example:  python -m benchmarks lookup-tilings --json tilings.json")
+def lookup_tilings(
+    limit: Annotated[float, typer.Option("--limit", help="Seconds after which no workload starts.")] = 230.0,
+    processes: Annotated[int, typer.Option("--processes", help="Processes that compile kernels.")] = 12,
+    peers: Peers = True,
+    quick: Quick = False,
+    json: Json = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Race tilings of the lookup of bags against the lookup in use. Needs a GPU; --quick runs in Triton's interpreter."""
+    from benchmarks.tilings import benchmark as bench
+
+    device = gpu_or_quick("lookup-tilings", quick)
+    measure(json, quiet, lambda progress: bench.run(device, limit, quick, processes, peers=peers, progress=progress))

@@ -17,11 +17,12 @@ A message names the numbers that disagree and the way out.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -92,11 +93,36 @@ def explain_failed_write(path: Path | str, needed: int | None = None) -> Iterato
         raise BadInput(message, path=str(path), needed=needed, available=free, errno=error.errno) from error
 
 
+@contextmanager
+def written_aside(path: Path | str, size: int | None = None) -> Iterator[Path]:
+    """A temporary name to write `size` bytes to; the file takes the place of `path` when it is complete.
+
+    Devices and pipes are written directly, and a link keeps its place: its target is replaced.
+    """
+    target = Path(path).resolve()
+    direct = target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK))
+    aside = target if direct else target.with_name(target.name + ".part")
+    with explain_failed_write(path, size):
+        try:
+            yield aside
+            if not direct:
+                aside.replace(target)
+        finally:
+            if not direct:
+                aside.unlink(missing_ok=True)
+
+
 def write_text(path: Path | str, text: str) -> None:
-    """Write a text file; a full disk raises `BadInput` with file and bytes."""
+    """Write a text file, which appears when it is complete; a full disk raises `BadInput` with file and bytes."""
     data = text.encode()
-    with explain_failed_write(path, len(data)):
-        Path(path).write_bytes(data)
+    with written_aside(path, len(data)) as aside:
+        aside.write_bytes(data)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint at the nearest known name, or ""."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def open_regular(path: Path | str) -> FileIO:

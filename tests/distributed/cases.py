@@ -91,8 +91,9 @@ class Model(nn.Module):
     """A model of tables only."""
 
     def __init__(
-        self, precision: str = "int8", mode: str = "sum", optimizer: object = None, cache: float = 0.0, policy: str = "lfu"
-    ) -> None:
+        self, precision: str = "int8", mode: str = "sum", optimizer: object = None, cache: float = 0.0, policy: str = "lfu",
+        residency: str = "device",
+    ) -> None:  # fmt: skip
         super().__init__()
         torch.manual_seed(11)
         tables = [tc.Table(name, rows, dim, features) for name, (rows, dim, features) in TABLES.items()]
@@ -100,7 +101,12 @@ class Model(nn.Module):
             tables,
             mode=mode,
             rows=tc.RowConfig(
-                precision, cache=cache, policy=policy, optimizer=optimizer or tc.RowwiseAdagrad(lr=0.125), seed=5
+                precision,
+                cache=cache,
+                policy=policy,
+                optimizer=optimizer or tc.RowwiseAdagrad(lr=0.125),
+                seed=5,
+                residency=residency,
             ),
         )
 

@@ -15,6 +15,7 @@ from thermocline import BadInput, IdMap, Table
 from thermocline.heat.profile import HeatProfile
 from thermocline.heat.profiler import profile_batches
 
+ALIKE = ("counts", "clock", "open")  # on all ranks, or summed
 TABLES = {"hour": (24, 8, ("hour",)), "item": (300, 8, ("seen", "bought")), "shop": (83, 5, ("shop",))}
 FEATURES = ("hour", "seen", "bought", "shop")
 MAPS = {
@@ -22,6 +23,7 @@ MAPS = {
     "shop": IdMap.elastic(83, shared=3, evict="lru", ttl=9, salt=5),
 }
 
+GROWING = IdMap.elastic(300, admit_after=2, half_life=4, shared=5, grow_from=20)
 TIMED = IdMap.elastic(83, shared=0, max_age=4.0, admit_chance=0.5, salt=5)
 
 
@@ -30,13 +32,14 @@ class ElasticModel(nn.Module):
 
     def __init__(
         self, mode: str = "sum", update: str = "backward", plain: bool = False, precision: str = "int8", timed: bool = False,
-        item_rows: int = 300,
+        item_rows: int = 300, grows: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         sizes = TABLES | {"item": (item_rows, *TABLES["item"][1:])}
         maps = (
             MAPS | {"item": IdMap.elastic(item_rows, admit_after=2, half_life=4, shared=5)} | ({"shop": TIMED} if timed else {})
         )
+        maps |= {"item": GROWING} if grows else {}
         torch.manual_seed(11)
         rows = tc.RowConfig(precision, cache=0.0, optimizer=tc.RowwiseAdagrad(lr=0.125), seed=5, update=update)
         if plain:
@@ -247,14 +250,8 @@ def all_of(model: ElasticModel) -> dict[str, Any]:
             gathered = keys.tensors()
             if hasattr(module, "groups"):
                 every = module.groups.all_gather(dict(gathered))
-                gathered = {
-                    name: torch.cat([each[name] for each in every]) for name in every[0] if name not in ("counts", "clock")
-                }
-            found |= {
-                f"{at} keys {n} {name}": tensor.clone().numpy()
-                for name, tensor in gathered.items()
-                if name not in ("counts", "clock")
-            }
+                gathered = {name: torch.cat([each[name] for each in every]) for name in every[0] if name not in ALIKE}
+            found |= {f"{at} keys {n} {name}": tensor.clone().numpy() for name, tensor in gathered.items() if name not in ALIKE}
         for feature in model.elastic_features:
             ids = module.elastic(feature)
             found[f"{at} state of {feature}"] = ids.state()

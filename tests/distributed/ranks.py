@@ -126,7 +126,11 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> Ex
         if what == "other rows":
             model.tables.set_rows("user", torch.arange(97), torch.full((97, 8), float(rank)))
         given = "no such plan.json" if what == "no file" and odd else plans[min(rank, len(plans) - 1)]
-        with mock.patch.object(shard, "__version__", "0.0" if what == "version" and odd else tc.__version__):
+        no_device = tc.BadInput("no device", parameter="device") if what == "device" and odd else None
+        with (
+            mock.patch.object(shard, "__version__", "0.0" if what == "version" and odd else tc.__version__),
+            mock.patch.object(shard, "device_of", side_effect=no_device, wraps=shard.device_of),
+        ):
             sharding = tc.shard_(model, given, heat, **settings)
         batch: Any = batches(1, [3] * size)[rank]
         if what == "leaves" and odd:

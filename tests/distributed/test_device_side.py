@@ -22,10 +22,11 @@ SOME = {"user": (13, 0), "item": (7, 0), "shop": (0, 0)}
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 
-def planned(nodes, cards, tiers, precision="int8", exchange=None, slots=None, pooled_by="asker"):
+def planned(nodes, cards, tiers, precision="int8", exchange=None, slots=None, pooled_by="asker", wire="fp32"):
     tables = [table_plan(name, *tiers[name], precision, (exchange or {}).get(name, "flat")) for name in TABLES]
     tables = [with_slots(table, slots) if slots else table for table in tables]
-    return plan_of(nodes, cards, [table.model_copy(update={"pooled_by": pooled_by}) for table in tables], HEAT)
+    how = {"pooled_by": pooled_by, "wire_rows": wire, "wire_gradients": wire}
+    return plan_of(nodes, cards, [table.model_copy(update=how) for table in tables], HEAT)
 
 
 CASES = {
@@ -33,6 +34,7 @@ CASES = {
     "two nodes": (planned(2, 1, MIXED, exchange=EXCHANGES), {}),
     "caches": (planned(2, 1, MIXED, "int4", slots={1: (3, 0), 2: (5, 0), 3: (6, 2)}), {"policy": "adaptive"}),
     "owners pool": (planned(1, 2, SOME, pooled_by="owner"), {}),
+    "int8 on the wire": (planned(1, 2, SOME, pooled_by="owner", wire="int8"), {}),
     "ahead": (planned(1, 2, THIRD), {"ahead": "three"}),
 }
 

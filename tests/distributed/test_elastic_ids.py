@@ -47,9 +47,18 @@ def test_times_chances_and_ids_that_read_zeros_change_no_bit(on_ranks, mode, upd
     compare(on_ranks, elastic_plan(1, 3)[0], 3, {"mode": mode, "update": update, "timed": True})
 
 
-@pytest.mark.parametrize("timed", [False, True])
-def test_ids_saved_by_three_ranks_are_loaded_by_one_and_by_two(on_ranks, tmp_path, timed):
-    settings, folder = {"timed": timed}, str(tmp_path / "saved")
+@pytest.mark.parametrize("mode, update", [("sum", "backward"), ("none", "step")])
+def test_a_table_grows_at_the_owners_of_its_ids_as_in_one_process(on_ranks, mode, update):
+    settings = {"mode": mode, "update": update, "grows": True}
+    one = train(0, 4, None, None, settings, 0, STEPS)
+    state = one[2]["0 state of seen"]
+    assert state["rows"] > 60 and state["evicted"] > 10  # it began with 20
+    check(on_ranks("elastic_ranks.train", 4, elastic_plan(2, 2)[0], None, settings, 0, STEPS), one)
+
+
+@pytest.mark.parametrize("settings", [{}, {"timed": True}, {"grows": True}], ids=str)
+def test_ids_saved_by_three_ranks_are_loaded_by_one_and_by_two(on_ranks, tmp_path, settings):
+    folder = str(tmp_path / "saved")
     saved = on_ranks("elastic_ranks.save", 3, elastic_plan(1, 3)[0], folder, settings)
     whole = save(0, 3, None, folder, settings)
     for each in saved:

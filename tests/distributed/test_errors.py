@@ -48,7 +48,13 @@ def test_a_plan_for_another_number_of_ranks_is_an_error_on_every_rank(on_ranks):
 
 
 @pytest.mark.parametrize(
-    "what, named", [("checks", "check_every"), ("version", "the version of thermocline"), ("update", "collections")]
+    "what, named",
+    [
+        ("checks", "check_every"),
+        ("version", "the version of thermocline"),
+        ("update", "collections"),
+        ("residency", "collections"),
+    ],
 )
 def test_different_settings_are_an_error_on_every_rank(on_ranks, what, named):
     for error in errors_of(on_ranks, what, one_plan()):
@@ -56,8 +62,8 @@ def test_different_settings_are_an_error_on_every_rank(on_ranks, what, named):
 
 
 def test_a_rank_whose_rows_cannot_be_sharded_stops_all(on_ranks):
-    first, own, third = errors_of(on_ranks, "residency", one_plan())
-    assert own.parameter == "residency" and first.rank == third.rank == 1
+    first, own, third = errors_of(on_ranks, "device", one_plan())
+    assert own.parameter == "device" and first.rank == third.rank == 1
 
 
 def one_plan():
@@ -148,7 +154,6 @@ def _sharded(plan, heat):
         (lambda: nn.ModuleDict({"item": tc.Embedding(61, 8)}), {"parameter": "features", "table": "item"}),
         (lambda: nn.Sequential(nn.Linear(2, 2)), {"parameter": "model"}),
         (lambda: nn.Sequential(tc.Embedding(97, 8, rows=tc.RowConfig(independent=True))), {"parameter": "model"}),
-        (lambda: nn.Sequential(tc.Embedding(97, 8, rows=tc.RowConfig(residency="host"))), {"parameter": "residency"}),
     ],
 )
 def test_models_that_cannot_be_sharded_by_a_plan_are_refused(make, fields):

@@ -76,10 +76,27 @@ def test_caches_on_a_gpu_equal_those_on_cpus(on_card, precision, policy, ahead):
     check(on_card("gloo both", 2, plan, HEAT, {"precision": precision, "policy": policy, "ahead": ahead}, 15))
 
 
+@pytest.mark.parametrize("slots", [None, {1: (3, 0), 2: (5, 0), 3: (6, 0)}], ids=["uncached", "cached"])
+def test_rows_in_host_memory_train_on_a_gpu_as_on_cpus(on_card, slots):
+    plan = planned(2, 1, TWO, "int8", slots=slots)
+    check(on_card("gloo both", 2, plan, HEAT, {"residency": "host", "policy": "adaptive", "ahead": True}, 12))
+
+
+def test_rows_in_host_memory_migrate_and_are_saved_on_a_gpu(on_card, tmp_path):
+    plans = [planned(2, 1, TWO, "int8"), planned(2, 1, ALL_THIRD, "int8")]
+    for cpu, card in on_card("gloo moved", 2, plans, HEAT, {"residency": "host"}):
+        check_alike(cpu, card)
+    given = str(tmp_path / "saved"), plans, HEAT, {"precision": "int8", "residency": "host"}
+    for before, loaded, _, _ in on_card("gloo saved", 2, ("cuda", "cuda"), *given):
+        assert all(np.array_equal(before[f"rows of {name}"], loaded[f"rows of {name}"]) for name in TABLES)
+
+
 def test_owners_pool_rows_on_the_card_in_slots_too(on_card):
     tiers, slots = {"user": (13, 30), "item": (0, 0), "shop": (5, 0)}, {1: (3, 0), 2: (5, 0), 3: (6, 0)}
     plan = planned(2, 1, tiers, "int8", dict.fromkeys(TABLES, "flat"), slots)
-    plan = plan.model_copy(update={"tables": tuple(t.model_copy(update={"pooled_by": "owner"}) for t in plan.tables)})
+    plan = plan.model_copy(
+        update={"tables": tuple(t.model_copy(update={"pooled_by": "owner", "wire_rows": "fp32"}) for t in plan.tables)}
+    )
     check(on_card("gloo both", 2, plan, HEAT, {"policy": "adaptive", "ahead": True}, 8))
 
 

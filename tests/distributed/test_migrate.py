@@ -75,7 +75,7 @@ def test_rows_state_and_clock_keep_their_bits_through_two_migrations(on_ranks, s
 
 def pooled_by(owners, plan, heat):
     """The plan with owner pooling for some tables, which then use the flat exchange."""
-    own = {"pooled_by": "owner", "exchange": "flat"}
+    own = {"pooled_by": "owner", "exchange": "flat", "wire_rows": "fp32"}
     tables = [table.model_copy(update=own if table.name in owners else {}) for table in plan.tables]
     return plan_of(plan.topology.nodes, plan.topology.gpus_per_node, tables, heat)
 

@@ -35,7 +35,9 @@ def two_precisions(slots=None, pooled_by="asker"):
     """A plan for one rank that uses the exchange: tiers of two precisions."""
     exchanges = dict.fromkeys(TABLES, "flat")
     plan = planned(1, 1, TWO, "int8", exchanges, slots, first_precision="fp32")
-    return plan.model_copy(update={"tables": tuple(t.model_copy(update={"pooled_by": pooled_by}) for t in plan.tables)})
+    return plan.model_copy(
+        update={"tables": tuple(t.model_copy(update={"pooled_by": pooled_by, "wire_rows": "fp32"}) for t in plan.tables)}
+    )
 
 
 @pytest.mark.parametrize("backend", ["nccl", BOTH])

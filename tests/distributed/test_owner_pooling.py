@@ -49,6 +49,7 @@ def by_owners(nodes, cards, tiers=ALL_THIRD, precision="int8", card=None, only=t
     [
         (by_owners(1, 2), "", 1e-4),
         (by_owners(1, 2, sums="bf16"), "", 0.02),
+        (by_owners(1, 2, sums="int8"), "", 0.04),
         (by_owners(2, 2, MIXED), "three", 1e-4),
         (by_owners(2, 2, TWO, only=("user", "shop")), "", 1e-4),
         (by_owners(2, 2, TWO, "int4", only=("user", "item")), "sometimes", 1e-4),
@@ -57,6 +58,7 @@ def by_owners(nodes, cards, tiers=ALL_THIRD, precision="int8", card=None, only=t
     ids=[
         "tier 3",
         "sums in bf16",
+        "sums in int8",
         "tiers 1 and 3",
         "all tiers, one table by askers",
         "ahead now and then",
@@ -165,7 +167,7 @@ def test_simulated_bytes_and_messages_equal_the_meters(on_ranks, nodes, cards, s
         only=("user", "shop") if seed == 1 else tuple(TABLES),
     )
     plan = plan_of(
-        nodes, cards, [t.model_copy(update={"wire_gradients": ["fp32", "bf16"][seed % 2]}) for t in plan.tables], HEAT
+        nodes, cards, [t.model_copy(update={"wire_gradients": ["fp32", "bf16", "int8"][seed % 3]}) for t in plan.tables], HEAT
     )
     sizes = [[int(n) for n in rng.integers(0, 6, nodes * cards)] for _ in range(3)]
     sizes[1] = [0] * (nodes * cards)
@@ -176,8 +178,9 @@ def test_simulated_bytes_and_messages_equal_the_meters(on_ranks, nodes, cards, s
         assert np.array_equal(simulated.messages_CDL[card], messages)
 
 
-@pytest.mark.parametrize("sums, width", [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("sums, width", [("fp32", 4), ("bf16", 2), ("int8", 1)])
 def test_a_bag_moves_an_id_per_lookup_and_a_sum_and_gradient_per_owner(on_ranks, sums, width):
+    scale = 4 * (sums == "int8")
     plan, sizes = by_owners(2, 2, MIXED, sums=sums), [4, 0, 7, 2]
     maps = dict(zip(TABLES, make_maps(plan.tables, HEAT, IDS, 2, 2, torch.device("cpu")), strict=True))
     hand = [Counter() for _ in sizes]
@@ -190,24 +193,26 @@ def test_a_bag_moves_an_id_per_lookup_and_a_sum_and_gradient_per_owner(on_ranks,
                     for owner in homes:
                         hand[rank][name, "ids", link(rank, owner, 2)] += 4
                     for owner in set(homes):
-                        hand[owner][name, "rows", link(rank, owner, 2)] += width * dim
+                        hand[owner][name, "rows", link(rank, owner, 2)] += width * dim + scale
                         hand[rank][name, "gradients", link(rank, owner, 2)] += 4 * dim
     for (lines, _, _), counted in zip(on_ranks("measure", 4, plan, HEAT, sizes), hand, strict=True):
         assert {(t, d, at): size for t, tier, d, at, size in lines if tier == 3} == counted
 
 
-def test_the_planner_lets_owners_pool_where_that_moves_fewer_bytes(on_ranks):
+@pytest.mark.parametrize("wire, rows_of", [("fp32", "fp32"), ("int8", "int8")])
+def test_the_planner_lets_owners_pool_where_that_moves_fewer_bytes(on_ranks, wire, rows_of):
     """Long bags of an even table; and short ones of a skewed table, whose rows travel."""
     rng, rows, dim = np.random.default_rng(7), 4001, 16
     log = [{"even": rng.integers(0, rows, (64, 24)), "skewed": rng.zipf(1.4, (64, 2)) % rows} for _ in range(12)]
     heat = profile_batches(log, batch=16, cards_per_node=2)
-    tables = [TableConfig(name=name, rows=rows, dim=dim, precision="fp32") for name in log[0]]
+    tables = [TableConfig(name=name, rows=rows, dim=dim, precision=rows_of, cache=0.0) for name in log[0]]
     slow = {"node": {"bandwidth": 2e8, "latency": 0.0}, "cluster": {"bandwidth": 2e7, "latency": 0.0}}
     cluster = {"nodes": 2, "cards_per_node": 2, "card": {"memory": 1 << 30, "bandwidth": 1e12}, "links": slow}
-    plan = tc.make_plan(TablesConfig(batch=16, tables=tuple(tables)), heat, Topology.model_validate(cluster), "300KB")
+    given = TablesConfig(batch=16, tables=tuple(tables))
+    plan = tc.make_plan(given, heat, Topology.model_validate(cluster), "300KB", gradients=wire, sums=wire)
     even = plan.table("even")
     assert even.pooled_by == "owner" and even.exchange == "flat" and plan.table("skewed").pooled_by == "asker"
-    assert "pooled by the owner" in explain(plan)
+    assert even.wire_rows == even.wire_gradients == plan.sums == wire and "pooled by the owner" in explain(plan)
     ids = {name: tc.IdMap.identity(rows) for name in log[0]}
     row_index = RowIndex(plan.tables, make_maps(plan.tables, heat, ids, 2, 2, torch.device("cpu")), 2, 2, torch.device("cpu"))
     priced = step_seconds(plan, plan.tables, row_index, table_heat(plan, heat)).parts  # as `replan` does
@@ -257,8 +262,9 @@ def test_plans_that_owners_cannot_pool_are_refused():
 def test_one_process_with_two_precisions_pools_its_own_bags():
     found = []
     for pooled_by in ("asker", "owner"):
+        how = {"pooled_by": pooled_by, "wire_rows": "fp32"}
         tables = [table_plan(name, 5, 0, "int8", first_precision="fp32") for name in TABLES]
-        plan = plan_of(1, 1, [table.model_copy(update={"pooled_by": pooled_by}) for table in tables], HEAT)
+        plan = plan_of(1, 1, [table.model_copy(update=how) for table in tables], HEAT)
         model, outs = Model(mode="mean"), []
         tc.shard_(model, plan, HEAT, reduce="sum")
         assert (model.tables.state.batch_layout.is_owner_pooled is not None) == (pooled_by == "owner")

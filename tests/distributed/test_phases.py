@@ -29,7 +29,7 @@ def planned(nodes, cards, plan, heat, slots=False, owners=0):
     tables = [table_plan(name, *tiers.get(name, (0, 0)), "int8", exchange) for name in TABLES]
     if slots:
         tables = [with_slots(table, {tier.tier: (2, 0) for tier in table.tiers}) for table in tables]
-    pooled = [table.model_copy(update={"pooled_by": "owner"}) for table in tables[:owners]]
+    pooled = [table.model_copy(update={"pooled_by": "owner", "wire_rows": "fp32"}) for table in tables[:owners]]
     tables = [*pooled, *tables[owners:]]
     return plan_of(nodes, cards, tables, heat)
 

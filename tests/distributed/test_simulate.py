@@ -39,7 +39,7 @@ def random_plan(seed, nodes, cards, heat):
         card = int(rng.integers(nodes * cards)) if name == "shop" and seed % 2 else None
         tiers = (0, 0) if card is not None else (first, second - first)
         table = table_plan(name, *tiers, "int8", ["flat", "node"][rng.integers(2)], card, ["", "fp32"][rng.integers(2)])
-        tables.append(table.model_copy(update={"wire_gradients": ["fp32", "bf16"][rng.integers(2)]}))
+        tables.append(table.model_copy(update={"wire_gradients": ["fp32", "bf16", "int8"][rng.integers(3)]}))
     return plan_of(nodes, cards, tables, heat)
 
 

@@ -125,10 +125,11 @@ def test_fp32_rows_in_all_tiers_on_two_nodes_equal_those_of_one_process(on_ranks
     check(on_ranks, *tiers_plan(2, 1, TWO, "fp32", "node"), {"precision": "fp32", "exact": False}, close=2e-5)
 
 
-def test_the_hottest_rows_may_be_fp32_among_int8_rows_and_gradients_bf16(on_ranks):
+@pytest.mark.parametrize("gradients", ["bf16", "int8"])
+def test_the_hottest_rows_may_be_fp32_among_int8_rows_and_gradients_shorter(on_ranks, gradients):
     heat = heat_of()
     tables = [table_plan(name, *TWO[name], "int8", "node", first_precision="fp32") for name in TABLES]
-    tables = [table.model_copy(update={"wire_gradients": "bf16"}) for table in tables]
+    tables = [table.model_copy(update={"wire_gradients": gradients}) for table in tables]
     found = on_ranks("train", 4, plan_of(2, 2, tables, heat), heat, {"precision": "int8", "exact": True}, 5)
     for each in found[1:]:  # replicas were compared on the ranks; all read the same
         assert all(np.array_equal(each["read"][name], found[0]["read"][name]) for name in TABLES)

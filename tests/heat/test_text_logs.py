@@ -61,6 +61,47 @@ def test_missing_text_is_missing(tmp_path):
     assert (found["item"].lookups, found["item"].missing) == (2, 1)
 
 
+@pytest.mark.parametrize("skip_bad", [0, 9])
+@pytest.mark.parametrize("word", ["NULL", "NA", "nan", ""])
+def test_many_missing_numbers_leave_a_column_of_numbers(tmp_path, word, skip_bad):
+    path = write(tmp_path / "log.csv", [f"{number},{word if number % 3 else number % 5},1" for number in range(90)])
+    found = profile_files([path], ["item"], skip_bad=skip_bad)["item"]
+    assert sorted(found.ids_H.tolist()) == [0, 1, 2, 3, 4] and found.missing == 60
+
+
+@pytest.mark.parametrize("skip_bad", [0, 9])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_empty_lines_are_neither_samples_nor_bad(tmp_path, monkeypatch, end, skip_bad):
+    path = write(tmp_path / "log.csv", ["", "1,2,3", "", "", "4,5,6", "", ""], f"{end}{end}user,item,price", end)
+    file = open_logs([path], ["user"], skip_bad)[0][0]
+    assert (file.samples, file.skipped) == (2, 0)
+    assert profile_files([path], ["user"], skip_bad=skip_bad)["user"].samples == 2
+
+
+@pytest.mark.parametrize("skip_bad", [0, 9])
+def test_unsigned_numbers_of_csv_keep_their_64_bits(tmp_path, skip_bad):
+    path = write(tmp_path / "log.csv", [f"{(1 << 64) - 1},7,1", f"{1 << 63},7,1", "5,7,1"])
+    found = profile_files([path], ["user"], skip_bad=skip_bad)["user"]
+    assert sorted(found.ids_H.tolist()) == [-(1 << 63), -1, 5]
+
+
+def test_a_quoted_header_is_a_header(tmp_path):
+    path = write(tmp_path / "log.tsv", ["1\t2\t3"], '"user"\t"item"\t"price"')
+    assert profile_files([path], ["item"])["item"].ids_H.tolist() == [2]
+
+
+@pytest.mark.parametrize("name, data", [("log.jsonl", b'{"user": 1}\n'), ("log.csv", "user,item\n1,2\n".encode("utf-16"))])
+def test_json_and_other_encodings_are_refused_by_name(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(FormatError, check=has(path=str(tmp_path / name))):
+        profile_files([tmp_path / name], ["user"])
+
+
+def test_a_bad_line_is_named_by_its_number(tmp_path):
+    with pytest.raises(FormatError, match="#502"):
+        profile_files([with_bad(tmp_path / "log.csv")], ["item"])
+
+
 BAD = ["1,item-3", "x7,item-3,1.0", "1,item-3,1.0,9", f"{1 << 64},item-3,1.0"]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from support import has
 from thermocline import BadInput, FormatError, IdMap
+from thermocline.ids.capacity import take_over
 from thermocline.ids.elastic import KeyTable
 from thermocline.ids.elastic_rows import ElasticRows
 from thermocline.ids.feature_maps import IdMaps
@@ -37,6 +38,13 @@ class Model:
         self.cells: Counter[tuple[int, int, int]] = Counter()
         self.steps = self.window = 0
         self.width = 32 * -(-policy.own // 64)
+        begin = policy.rows if policy.grow_from is None else policy.grow_from
+        self.open = min(64, -(-64 * (begin - policy.others) // policy.own))
+
+    def row(self, place: int) -> int:
+        """Chunks of a table that grows have a row of each bucket."""
+        buckets = 0 if self.policy.grow_from is None else self.policy.own // 64
+        return place % 64 * buckets + place // 64 if place < 64 * buckets else place
 
     def hash(self, id: int) -> int:
         return _mix(((id & WORD) ^ self.key) * GOLDEN & WORD)
@@ -71,10 +79,12 @@ class Model:
         for id in sorted(new, key=lambda id: (-found[id], self.hash(id))):
             if found[id] >= self.policy.admit_after:
                 self.place(id, found[id])
+        while self.open < 64 and 4 * 64 * len(self.rows) > 3 * self.open * self.policy.own:
+            self.open += 1
 
     def place(self, id: int, heat: int) -> None:
         begin = 64 * self.bucket(id)
-        bucket = range(begin, min(begin + 64, self.policy.own))
+        bucket = range(begin, min(begin + self.open, self.policy.own))
         free = [row for row in bucket if row not in self.rows]
         if not free:
             cold = [row for row in bucket if self.rows[row][2] < self.steps]
@@ -88,13 +98,13 @@ class Model:
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.sampled_from([2, 30, 66, 150]), evict=st.sampled_from(["lfu", "lru"]), after=st.integers(1, 3),
-    half_life=st.integers(1, 4), salt=st.integers(-3, 3),
+    half_life=st.integers(1, 4), salt=st.integers(-3, 3), grow_from=st.sampled_from([None, 2, 20]),
     batches=st.lists(st.lists(st.integers(-60, 200), max_size=90), min_size=1, max_size=9),
 )  # fmt: skip
 def test_a_table_holds_the_ids_and_heat_of_the_model(
-    rows: int, evict: str, after: int, half_life: int, salt: int, batches: list[list[int]]
+    rows: int, evict: str, after: int, half_life: int, salt: int, grow_from: int | None, batches: list[list[int]]
 ):
-    policy = ElasticRows(rows, after, 1, evict, half_life, None, salt)
+    policy = ElasticRows(rows, after, 1, evict, half_life, None, salt, grow_from=grow_from and min(grow_from, rows))
     table, model = KeyTable(policy, SaltedHash(1, salt).key), Model(policy)
     for batch in batches:
         rows_N, _ = table.step(torch.tensor(batch, dtype=torch.int64), protect=False)
@@ -102,10 +112,11 @@ def test_a_table_holds_the_ids_and_heat_of_the_model(
         occupied = table.occupied().tolist()
         heat = table.heat.view(torch.uint8)
         assert {row: [int(table.keys[row]), int(heat[row]), int(table.last[row])] for row in occupied} == model.rows
-        where = {entry[0]: row for row, entry in model.rows.items()}
+        where = {entry[0]: model.row(place) for place, entry in model.rows.items()}
         assert rows_N.tolist() == [where.get(id, policy.own) for id in batch]
     state = table.state()
     assert state["admitted"] - state["evicted"] == state["used"] == len(model.rows)
+    assert state["rows"] == sum(min(model.open, policy.own - begin) for begin in range(0, policy.own, 64))
 
 
 def test_no_row_is_taken_from_a_protected_step():
@@ -166,8 +177,8 @@ def test_ids_leave_after_their_time_in_the_log_and_an_eighth_at_most():
     with pytest.raises(BadInput, check=has(parameter="now")):
         table.advance(float("nan"))
     other = KeyTable(ElasticRows(80, max_age=80.0), 1)
-    other.take_over(table)
-    assert other.clock is not None and torch.equal(other.clock, table.clock)
+    take_over(other, table)
+    assert other.clock is not None and (other.clock == table.clock).all()
 
 
 @pytest.mark.parametrize("times, share", [(1, 0.25), (4, 1 - 0.75**4), (300, 1.0)])
@@ -180,13 +191,6 @@ def test_a_chance_admits_its_share_of_new_ids(times: int, share: float):
     for _ in range(3):
         table.step(torch.arange(4000) * 7919, protect=False)
     assert abs(table.state()["admitted"] / 4000 - (1 - (1 - share) * 0.75**3)) < 0.03  # each step draws anew
-
-
-def test_chances_are_refused_where_kernels_would_ignore_them():
-    with pytest.raises(BadInput, check=has(parameter="admit_chance")):
-        KeyTable(ElasticRows(1000, admit_chance=0.5), 1, "cuda")
-    with pytest.raises(BadInput, check=has(parameter="max_age")):
-        KeyTable(ElasticRows(1000, max_age=5.0), 1, "cuda")
 
 
 def test_pinned_ids_stay_until_they_are_unpinned():
@@ -217,7 +221,7 @@ def test_a_smaller_table_takes_over_the_hottest_ids_and_says_where_rows_went():
     saved.step(torch.arange(500), protect=False)
     saved.step(torch.arange(40).repeat(5), protect=False)
     saved.pin(torch.tensor([499]))
-    remap = table.take_over(saved)
+    remap = take_over(table, saved)
     kept = set(table.keys[table.occupied()].tolist())
     assert kept >= {*range(40), 499} and len(kept) == 64 and table.state()["dropped"] == 436
     rows = saved.find(torch.tensor([7, 499]))[0]
@@ -243,6 +247,7 @@ def test_steps_are_counted_past_31_bits():
         ({"rows": 1, "shared": 0}, "rows"), ({"rows": 100, "admit_chance": 0.0}, "admit_chance"),
         ({"rows": 100, "admit_chance": 1.5}, "admit_chance"), ({"rows": 100, "max_age": 0}, "max_age"),
         ({"rows": 100, "max_age": float("nan")}, "max_age"), ({"rows": 100, "max_age": True}, "max_age"),
+        ({"rows": 100, "grow_from": 16}, "grow_from"), ({"rows": 100, "grow_from": 101}, "grow_from"),
     ],
 )  # fmt: skip
 def test_wrong_rules_are_refused_by_name(arguments: dict[str, Any], parameter: str):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from thermocline.kernels.cpu.huge_pages import huge_page_zeros
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -14,3 +22,13 @@ from thermocline.kernels.cpu.huge_pages import huge_page_zeros
 def test_it_holds_zeros_of_the_asked_type(count: int, dtype: torch.dtype) -> None:
     made = huge_page_zeros(count, dtype)
     assert made.shape == (count,) and made.dtype == dtype and not made.any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_taken_when_it_is_written() -> None:
+    before = _resident()
+    made = huge_page_zeros(1 << 29, torch.uint8)
+    made[1 << 28] = 1
+    assert not made[:1000].any() and _resident() - before < 1 << 26
+    made[: 1 << 27] = 1
+    assert _resident() - before > 1 << 26

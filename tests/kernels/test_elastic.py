@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.ids.elastic import KeyTable, Moved
+from thermocline.ids.elastic import KeyTable
 from thermocline.ids.elastic_rows import ElasticRows
 from thermocline.ids.gpu_keys import known_moves
+from thermocline.ids.moved_ids import Moved
 from thermocline.kernels.elastic import cpu, gpu, reference
-from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, READ, GpuBatch, KeyArrays, KeyRules, TableRows
+from thermocline.kernels.elastic.fields import BYTES_PER_ROW, PINNED, READ, GpuBatch, KeyArrays, KeyRules, StepRule, TableRows
 from thermocline.kernels.ids.reference import hash_ids
 
 pytestmark = [
@@ -35,12 +36,13 @@ def _empty(rules: KeyRules) -> KeyArrays:
 def _step(
     kernels: Any, arrays: KeyArrays, rules: KeyRules, ids_N: torch.Tensor, step: int, after: int = 1
 ) -> list[torch.Tensor]:
-    rows_N, missed_M = kernels.find(arrays, rules, ids_N)
-    kernels.touch(arrays, rules, rows_N, step)
-    ids_U, counts_U = ids_N[missed_M].unique(return_counts=True)
-    heat_U = kernels.count(arrays, rules, ids_U, counts_U)
-    ready_U = heat_U >= after
-    return [rows_N, missed_M, heat_U, *kernels.place(arrays, rules, ids_U[ready_U], heat_U[ready_U], step, step - step % 3)]
+    found = kernels.find(arrays, rules, ids_N)
+    rows_N, missed_M = kernels.look_up(arrays, rules, ids_N, step)
+    assert all(torch.equal(*pair) for pair in zip(found, (rows_N, missed_M), strict=True))
+    chance = (1.0, 0.6)[after == 2]
+    came = kernels.admit(arrays, rules, ids_N, rows_N, missed_M, after, chance, step, step - step % 3)
+    lists = [each[order] for rows, ids in (came[1::-1], came[3:1:-1]) for order in [rows.argsort()] for each in (rows, ids)]
+    return [rows_N, missed_M, *lists, torch.tensor(came[4:])]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -59,6 +61,9 @@ def test_steps_give_the_bits_of_the_reference(rows: int, lru: bool, half_life: i
         ]
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
         assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+    new = torch.arange(500, 560) * far, torch.arange(60) % 7, step + 9, step
+    found = [kernels.place(arrays, rules, *new) for kernels, arrays in zip((reference, cpu), both, strict=True)]
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -90,7 +95,7 @@ def test_an_estimate_is_never_too_low():
         ids_N = torch.randint(0, 500, (300,), generator=torch.Generator().manual_seed(seed))
         ids_U, counts_U = ids_N.unique(return_counts=True)
         seen[ids_U] += counts_U
-        assert bool((cpu.count(arrays, rules, ids_U, counts_U) >= seen[ids_U]).all())
+        assert bool((reference.count(arrays, rules, ids_U, counts_U) >= seen[ids_U]).all())
 
 
 def test_chosen_ids_compete_for_one_bucket_and_leave_the_others_alone():
@@ -175,26 +180,32 @@ def _batches() -> Iterator[Tensor]:
     yield torch.randint(180, 330, (200,), generator=draw)
 
 
-@pytest.mark.parametrize("evict, after, ttl", [("lfu", 1, None), ("lru", 2, None), ("lfu", 2, 5)])
-def test_steps_on_a_gpu_give_the_bits_of_those_on_a_cpu(evict: str, after: int, ttl: int | None, on: Any):
-    policy = ElasticRows(130, after, 2, evict, 3, ttl)
+@pytest.mark.parametrize(
+    "evict, rule",
+    [("lfu", StepRule()), ("lru", StepRule(2)), ("lfu", StepRule(2, ttl=5)), ("lfu", StepRule(1, 0.25, 5, 1, True))],
+)
+def test_steps_on_a_gpu_give_the_bits_of_those_on_a_cpu(evict: str, rule: StepRule, on: Any):
+    after, chance, ttl = rule[:3]
+    policy = ElasticRows(130, after, 2, evict, 3, ttl, admit_chance=chance, grow_from=9 if rule.grows else None)
     host, device = KeyTable(policy, 12345), KeyTable(policy, 12345)
     for name, tensor in device.tensors().items():
         setattr(device, name, on(tensor))
+    device.open = on(device.open)
     for number, ids_N in enumerate(_batches()):
         protect = number in (2, 5)
         wanted_N, moved = host.step(ids_N, protect)
         rows_N, one = on(torch.full_like(ids_N, -9)), on(torch.ones(2, dtype=torch.int32))
         batch = GpuBatch(on(ids_N), one, one[:1], rows_N, 7)
-        came = gpu.step(device.arrays, device.rules, device.counts, batch, after, ttl, 1, protect)
-        assert torch.equal(rows_N.cpu() - 7, wanted_N)
+        came = gpu.step(device.arrays, device.rules, device.counts, device.open, batch, rule, protect)
+        came = came._replace(rows_C=host.places.rows(came.rows_C))
+        assert torch.equal(host.places.rows(rows_N.cpu() - 7), wanted_N) and int(device.open) == int(host.open)
         assert all(torch.equal(*map(torch.Tensor.cpu, pair)) for pair in zip(host.arrays, device.arrays, strict=True))
         assert host.counts.tolist() == device.counts.tolist()
         order_K = moved.rows_K.argsort()
         found = known_moves(Moved(*(on(ids_N[:0]) for _ in range(4))), came)
         assert torch.equal(found.came_K.cpu(), moved.came_K[order_K])
         assert ttl is not None or sorted(found.went_E.tolist()) == sorted(moved.went_E.tolist())
-    assert host.state()["evicted"] > 50
+    assert host.state()["evicted"] > 50 and int(host.open) > 5
 
 
 def test_a_gpu_finds_rows_of_the_features_that_are_asked_for(on: Any):

@@ -10,7 +10,16 @@ import torch
 
 from thermocline import formats as F
 from thermocline.kernels.exchange import cpu, reference
-from thermocline.kernels.exchange.fields import NOWHERE, OTHER_NODES, ROW_BYTES, SAME_NODE, STRAIGHT, WORDS
+from thermocline.kernels.exchange.fields import (
+    COLUMN_BYTES,
+    NOWHERE,
+    OTHER_NODES,
+    ROW_BYTES,
+    SAME_NODE,
+    STRAIGHT,
+    WORDS,
+    vector_bytes,
+)
 from thermocline.rows.arena import Arena
 
 TABLES = [(57, 5, "int8"), (40, 33, "int4"), (31, 128, "fp32"), (23, 7, "int8_affine"), (9, 64, "bf16"), (9, 6, "int2")]
@@ -22,7 +31,7 @@ def _fields(arena: Arena) -> torch.Tensor:
     for k in range(len(TABLES)):
         codes_RB, meta_RW, row, format, dim = arena.views(k)
         at = codes_RB.storage_offset(), meta_RW.storage_offset()
-        lines.append([F.row_bytes(format, dim), F.META_WORDS[format], *at, row, dim, format, 2 + 2 * (k % 2)])
+        lines.append([F.row_bytes(format, dim), F.META_WORDS[format], *at, row, dim, format, (2, 4, 1)[k % 3]])
     return torch.tensor(lines)
 
 
@@ -68,11 +77,12 @@ def test_one_row_alone_may_have_its_meta_words_at_any_byte(make_arena: Callable[
         assert torch.equal(shelf.view(torch.float32)[:5], arena.read(0, none + 3)[0])
 
 
-def test_gradients_travel_in_fp32_or_bf16(batch: Any) -> None:
+def test_gradients_travel_in_fp32_bf16_or_int8(batch: Any) -> None:
     _, fields_KF, part_N, _, generator = batch
     grads_UW = torch.randn(400, WIDTH, generator=generator)
     grads_UW[7, 3], grads_UW[8, 3] = float("nan"), 3e38
     at_N = torch.randperm(400, generator=generator)[:COUNT]
+    grads_UW[9], grads_UW[10] = 0.0, 1e-38  # no scale
     messages = [module.pack_gradients(grads_UW, fields_KF, part_N, at_N) for module in (cpu, reference)]
     assert messages[0].shape == messages[1].shape
     for message in messages:
@@ -81,6 +91,21 @@ def test_gradients_travel_in_fp32_or_bf16(batch: Any) -> None:
     mine, theirs = (cpu.unpack_gradients(message, fields_KF, part_N, WIDTH) for message in messages)
     assert torch.equal(mine.isnan(), theirs.isnan())  # whose bits may differ
     assert torch.equal(mine.nan_to_num().view(torch.int32), theirs.nan_to_num().view(torch.int32))
+
+
+@pytest.mark.parametrize("dim", [1, 3, 16, 17, 128, 1000])
+def test_int8_vectors_are_off_by_half_a_step_of_their_largest_number(dim: int) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    fields_KF = torch.tensor([[0, 0, 0, 0, 0, dim, F.FP32, COLUMN_BYTES["int8"]]])
+    values_NW = torch.randn(200, dim, generator=generator) * 10.0 ** torch.randint(-20, 20, (200, 1), generator=generator)
+    part_N, at_N = torch.zeros(200, dtype=torch.int64), torch.arange(200)
+    for module in (reference, cpu):
+        message = module.pack_gradients(values_NW, fields_KF, part_N, at_N)
+        assert message.numel() == 200 * vector_bytes(dim, 1) == 200 * (dim + 4)
+        found_NW = module.unpack_gradients(message, fields_KF, part_N, dim)
+        size_N1 = values_NW.abs().amax(1, keepdim=True)
+        assert ((found_NW - values_NW).abs() <= size_N1 / 254 * (1 + 1e-5)).all()
+        assert (found_NW - values_NW).abs().max() > 0 or dim == 1, "rounded"
 
 
 @pytest.mark.parametrize("limit", [1, 500, 1 << 40, 1 << 61])

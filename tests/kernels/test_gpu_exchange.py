@@ -26,7 +26,7 @@ On = Callable[[Any], Any]
 ODD = [(57, 5, "int8"), (40, 33, "int4"), (31, 128, "fp32"), (23, 7, "int8_affine"), (9, 64, "bf16"), (9, 6, "int2")]
 EVEN = [(57, 6, "int8"), (31, 10, "fp32"), (9, 64, "fp16")]  # records of pairs of bytes
 WORDLY = [(57, 64, "int8"), (40, 72, "int4"), (31, 12, "fp32"), (9, 64, "fp16"), (19, 64, "fp8"), (19, 20, "int4_affine")]
-WIDE = [(11, 2044, "int8"), (7, 1500, "fp32")]  # rows of several tiles
+WIDE = [(11, 2044, "int8"), (7, 1500, "fp32"), (5, 1100, "int8")]  # rows of several tiles
 
 
 def fields_of(arena: Any) -> Tensor:
@@ -34,7 +34,7 @@ def fields_of(arena: Any) -> Tensor:
     for k in range(len(arena.tables)):
         codes_RB, meta_RW, row, format, dim = arena.views(k)
         at = codes_RB.storage_offset(), meta_RW.storage_offset()
-        lines.append([F.row_bytes(format, dim), F.META_WORDS[format], *at, row, dim, format, 2 + 2 * (k % 2)])
+        lines.append([F.row_bytes(format, dim), F.META_WORDS[format], *at, row, dim, format, (2, 4, 1)[k % 3]])
     return torch.tensor(lines)
 
 
@@ -64,12 +64,13 @@ def test_rows_travel_and_arrive_as_defined(tables: Any, count: int, make_arena: 
 
 
 @pytest.mark.parametrize("tables, seed", [(ODD, 0), (EVEN, 1), (WORDLY, 2), (WIDE, 3)], ids=["bytes", "pairs", "words", "wide"])
-def test_gradients_travel_in_fp32_or_bf16(tables: Any, seed: int, make_arena: Any, on: On) -> None:
+def test_gradients_travel_in_fp32_bf16_or_int8(tables: Any, seed: int, make_arena: Any, on: On) -> None:
     generator, fields_KF = torch.Generator().manual_seed(seed), fields_of(make_arena(tables))
     width, part_N = int(fields_KF[:, 5].max()), torch.randint(len(tables), (63,), generator=generator)
     grads_UW = torch.randn(77, width, generator=generator)
     grads_UW[7, 3], grads_UW[8, 3], grads_UW[9, 2] = float("nan"), 3.4e38, float("-inf")
     grads_UW[:, 1] = 1 + 2.0**-8  # halfway between two numbers of bf16
+    grads_UW[10], grads_UW[11] = 0.0, 1e-38  # no scale
     at_N = torch.randperm(77, generator=generator)[:63]
     wanted = reference.pack_gradients(grads_UW, fields_KF, part_N, at_N)
     message = gpu.pack_gradients(*on((grads_UW, fields_KF, part_N, at_N)), wanted.numel())

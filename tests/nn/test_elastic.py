@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 import thermocline as tc
 from support import has
 from thermocline import BadInput, IdMap, RowConfig, Table
+from thermocline.checkpoint import export_rows, import_rows
 from thermocline.ids.elastic import KeyTable
 from thermocline.kernels.elastic import gpu
 from thermocline.kernels.gpu.launch import INTERPRETED
@@ -333,12 +336,16 @@ def test_recorded_rows_are_on_the_device_of_the_keys():
     assert [each.device.type for each in bag.maps.keys[0].moved] == ["meta"]
 
 
-@pytest.mark.parametrize("rule", [{"max_age": 8.0}, {"admit_chance": 0.5}])
-def test_rules_that_gpus_do_not_have_are_refused_where_a_module_moves(monkeypatch: pytest.MonkeyPatch, rule: dict[str, float]):
-    bag = _bag(**rule)
-    monkeypatch.setattr(KeyTable, "on_gpu", True)
-    with pytest.raises(BadInput, check=has(parameter=next(iter(rule)))):
-        bag(_one(7))
+def test_the_row_that_reads_zeros_takes_no_other_values(tmp_path: Path):
+    bag, values = _bag(shared=0), torch.ones(65, 4)
+    export_rows(tc.EmbeddingBag(65, 4, mode="sum", rows=EXACT), tmp_path / "rows")
+    for write in (partial(bag.set_rows, torch.tensor([3, 64]), values[:2]), partial(import_rows, bag, tmp_path / "rows")):
+        with pytest.raises(BadInput, check=has(parameter="values", value=64)):
+            write()
+    with pytest.raises(RuntimeError, match="row 64"):
+        bag.load_state_dict({"weight": values})
+    bag.set_rows(torch.tensor([3, 64]), torch.diag(torch.tensor([1.0, 0.0])) @ values[:2])
+    assert bag.get_rows(torch.tensor([3])).any() and not bag.get_rows(torch.tensor([64])).any()
 
 
 def test_features_read_zeros_beside_others_that_share_rows():

@@ -14,7 +14,7 @@ from support import has
 from thermocline import IdMap, RowConfig, Table
 from thermocline.checkpoint.publishes.log import PublishLog
 from thermocline.errors import BadPublish
-from thermocline.ids.elastic import MovedIds
+from thermocline.ids.moved_ids import MovedIds
 
 FEATURES, DIMS = ("hour", "seen", "bought", "shop"), (8, 12, 12, 8)
 
@@ -96,13 +96,12 @@ def test_ids_and_rows_equal_a_checkpoint_of_the_moment(trainer, serve, publish):
     assert trainer.model.maps.keys[0].moved is None
 
 
-def test_a_publisher_that_ends_leaves_the_ids_of_another(trainer, serve, publish):
-    first = publish(trainer)
+def test_a_publisher_that_ends_leaves_the_ids_to_the_next(trainer, serve, publish):
+    publish(trainer)._end()
     server = serve(trainer)
-    second = publish(trainer, server)
-    first._end()
+    publisher = publish(trainer, server)
     trainer.train(5)
-    assert serves(server, published(trainer, server, second))
+    assert serves(server, published(trainer, server, publisher))
 
 
 def test_merged_publishes_have_the_ids_of_the_last(trainer, serve, publish):

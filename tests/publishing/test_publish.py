@@ -209,6 +209,21 @@ def test_rows_that_are_not_finite_are_not_sent(make_trainer, serve, publish):
     assert server.serves(before) and not PublishLog(trainer.folder, publisher._run).files()
 
 
+def test_a_second_publisher_is_refused_and_the_first_goes_on(make_trainer, serve, publish):
+    server = serve(trainer := make_trainer())
+    first = publish(trainer, server)
+    both = torch.nn.ModuleList([thermocline.Embedding(7, 4), trainer.model])  # a part of it is published already
+    for model in (trainer.model, both):
+        with pytest.raises(BadInput) as refused:
+            thermocline.publish(model, trainer.folder)
+        assert refused.value.open
+    trainer.train()
+    assert first.flush() and server.serves(trainer.expected())
+    first.close()
+    trainer.model = both
+    thermocline.publish(both, trainer.folder).close()
+
+
 def test_an_address_and_an_interval_must_be_valid(make_trainer, secret):
     trainer = make_trainer()
     for wrong in ({"to": "localhost"}, {"to": "localhost:0"}, {"interval": -1.0}, {"budget": "10"}):

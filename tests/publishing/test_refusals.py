@@ -18,7 +18,7 @@ from thermocline.checkpoint.publishes.log import PublishLog
 from thermocline.checkpoint.publishes.part import PublishPart, not_finite
 from thermocline.checkpoint.publishes.row_delta import RowDelta
 from thermocline.errors import BadPublish
-from thermocline.ids.elastic import MovedIds
+from thermocline.ids.moved_ids import MovedIds
 from thermocline.kernels import quantize_rows
 from thermocline.serve.remote.session import AuthenticationFailed, accept, connect
 

@@ -301,7 +301,7 @@ def _check_table(checkpoint: Checkpoint, saved: TableEntry, table: TableEntry, f
 
 
 def _resized(then: IdMap, now: IdMap) -> bool:
-    """Whether two maps are the same but for the rows of a whole elastic table."""
+    """Whether two maps are the same but for the rows of a whole elastic table, and those that it begins with."""
     if not (isinstance(then.start, ElasticRows) and isinstance(now.start, ElasticRows)) or then.first or now.first:
         return False
-    return replace(then.start, rows=now.start.rows) == now.start
+    return replace(then.start, rows=now.start.rows, grow_from=now.start.grow_from) == now.start

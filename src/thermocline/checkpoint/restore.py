@@ -20,10 +20,12 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.distributed.rank_keys import RankKeys
 from thermocline.distributed.sharded_collection import ShardedCollection
+from thermocline.ids.capacity import take_over
+from thermocline.ids.elastic import KeyTable
 from thermocline.ids.gpu_keys import on_cpu
 from thermocline.ids.keyed_map import new_keys
 from thermocline.kernels import dequantize_rows
-from thermocline.nn.id_maps import ElasticMaps
+from thermocline.nn.elastic_maps import ElasticMaps
 from thermocline.nn.rows_module import RowsModule
 from thermocline.rows.precision import format_of
 
@@ -91,14 +93,24 @@ def _restore_ids(checkpoint: Checkpoint, entry: ModuleEntry, module: RowsModule,
         then = whole if place.policy == keys.policy else new_keys(place.policy)
         read_keys(checkpoint, entry.name, place, then)
         if then is not whole:
-            taken: Tensor = on_cpu(whole, lambda host, then=then: host.take_over(then))  # type: ignore[misc]
+            taken: Tensor = on_cpu(whole, lambda host, then=then: take_over(host, then))  # type: ignore[misc]
             remap[index] = taken.to(module.arena.device)
+        elif keys.policy.grows and not first:
+            remap[index] = _open_rows(whole).to(module.arena.device)
         if isinstance(keys, RankKeys):
             keys.take(whole)
-        if index in remap and (dropped := int((remap[index][then.occupied()] < 0).sum())):
+        if index in remap and (dropped := int((remap[index][then.places.rows(then.occupied())] < 0).sum())):
             fewer = f"{then.policy.rows} rows, the model has {keys.policy.rows}: {dropped} ids, the coldest, were dropped"
             warnings.warn(f"elastic table {saved[index].name!r} was saved with {fewer}", stacklevel=5)
     return remap
+
+
+def _open_rows(keys: KeyTable) -> Tensor:
+    """The rows to which a table has grown, as they are, and -1 for others: writing these would take their memory."""
+    rows_R = torch.arange(keys.policy.rows)
+    closed = keys.places.closed(int(keys.open))
+    rows_R[closed.start : closed.stop] = -1
+    return rows_R
 
 
 def _restore_section(

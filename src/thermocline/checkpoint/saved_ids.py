@@ -55,7 +55,7 @@ def read_keys(checkpoint: Checkpoint, module: str, place: SavedPlace, keys: KeyT
             counts.copy_(parts[0])  # steps are the same on all ranks
             counts[:STEPS] = torch.stack(parts).sum(0)[:STEPS]
         else:
-            tensor.copy_(parts[0] if name == "clock" and parts else torch.cat([tensor[:0].cpu(), *parts]))
+            tensor.copy_(parts[0] if name in ("clock", "open") and parts else torch.cat([tensor[:0].cpu(), *parts]))
 
 
 def read_id_maps(checkpoint: Checkpoint) -> dict[str, IdMap]:

@@ -13,7 +13,10 @@ Subcommands import what they need when they run: `thermocline --help` and shell 
 
 from __future__ import annotations
 
+import errno
+import signal
 import sys
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -78,6 +81,7 @@ def _without_flag_types(command: Any) -> Any:
 
 def main(command: typer.Typer = app, name: str = "thermocline") -> None:
     """Run a command line, by default this package's, and exit with its code."""
+    pressed = _remember_interrupts()
     try:
         _without_flag_types(typer.main.get_command(command))()
     except KeyboardInterrupt:
@@ -85,9 +89,24 @@ def main(command: typer.Typer = app, name: str = "thermocline") -> None:
     except Exception as error:
         if "--debug" in sys.argv:
             raise
+        if pressed:  # a compiled module that was being imported turned the interrupt into an error of its own
+            sys.exit(INTERRUPTED)
         message, code = explain(error)
         print(f"{name}: {message}", file=sys.stderr)
         sys.exit(code)
+
+
+def _remember_interrupts() -> list[int]:
+    """A list that Ctrl-C appends to, besides what it does anyway."""
+    pressed: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores Ctrl-C
+        signal.signal(signal.SIGINT, interrupt)
+    return pressed
 
 
 def explain(error: Exception) -> tuple[str, int]:
@@ -96,4 +115,6 @@ def explain(error: Exception) -> tuple[str, int]:
         return str(error), BAD_INPUT
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", BAD_INPUT
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return f"standard output could not be written: {error.strerror}", BAD_INPUT
     return f"unexpected {type(error).__name__}: {error} (run again with --debug to see where)", INTERNAL_ERROR

@@ -44,10 +44,11 @@ def make(
     ] = None,
     goal: Annotated[Literal["train", "serve"], typer.Option("--goal", help="Optimize training or serving.")] = "train",
     gradients: Annotated[
-        Literal["fp32", "bf16"], typer.Option("--gradients", help="Precision of gradients on the wire.")
+        Literal["fp32", "bf16", "int8"], typer.Option("--gradients", help="Precision of gradients on the wire.")
     ] = "fp32",
     sums: Annotated[
-        Literal["fp32", "bf16"], typer.Option("--sums", help="Precision of pooled sums on the wire; bf16 rounds them.")
+        Literal["fp32", "bf16", "int8"],
+        typer.Option("--sums", help="Precision of pooled sums on the wire; bf16 and int8 round them."),
     ] = "fp32",
     backend: Annotated[
         Literal["gloo", "nccl"] | None, typer.Option("--backend", help="Backend of the run.", show_default="of the topology")

@@ -72,7 +72,7 @@ class ClickFile:
         self.id_names = columns.ids or _numbered("C", names)
         self.dense_names = columns.dense or (() if self.pairs else _numbered("I", names))
         if not self.id_names:
-            message = f"'{self.path}' has the columns {', '.join(self._file.names)}; name those of ids (--ids)"
+            message = f"'{self.path}' has the columns {self._file.listed}; name those of ids (--ids)"
             raise FormatError(message, path=str(self.path), columns=sorted(names))
         self._check_names(names)
         self._numbers = (self.label_name, *self.dense_names)
@@ -81,8 +81,7 @@ class ClickFile:
     def _check_names(self, names: set[str]) -> None:
         for parameter, wanted in (("label", [self.label_name]), ("dense", self.dense_names), ("ids", self.id_names)):
             if missing := [name for name in wanted if name not in names]:
-                there = ", ".join(self._file.names)
-                message = f"'{self.path}' has no column {', '.join(missing)}; it has {there} (name others with --{parameter})"
+                message = f"{self._file.lacks(missing)} (name others with --{parameter})"
                 raise FormatError(message, path=str(self.path), parameter=parameter, columns=sorted(names))
         wanted = [self.label_name, *self.dense_names, *self.id_names]
         if twice := sorted({name for name in wanted if wanted.count(name) > 1}):

@@ -35,8 +35,7 @@ def open_sequences(path: Path | str, columns: Sequence[str] = (), skip_bad: int 
     file = LogFile(Path(path))
     columns = tuple(columns) or _found(file)
     if missing := [name for name in columns if name not in file.names]:
-        message = f"'{path}' has no column {', '.join(missing)}; it has {', '.join(file.names)}"
-        raise FormatError(message, path=str(path), parameter="columns", columns=file.names)
+        raise FormatError(file.lacks(missing), path=str(path), parameter="columns", columns=file.names)
     if len(columns) == 1:
         log = _lists(file, columns[0], settings)
     elif len(set(columns)) == 3:
@@ -61,7 +60,7 @@ def _found(file: LogFile) -> tuple[str, ...]:
     time = next((name for name in TIMES if name in file.names), None)
     if time is None or not {USER, ITEM} <= set(file.names):
         needed = f"user, item and a time ({', '.join(TIMES)}), or items; name others with --columns"
-        message = f"'{file.path}' has the columns {', '.join(file.names)}; a sequence log has {needed}"
+        message = f"'{file.path}' has the columns {file.listed}; a sequence log has {needed}"
         raise FormatError(message, path=str(file.path), parameter="columns", columns=file.names)
     return USER, ITEM, time
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from thermocline.heat.heat_file import written_aside
+from thermocline.errors import written_aside
 
 from .metrics import Measures, measures
 from .synthetic import SyntheticLog

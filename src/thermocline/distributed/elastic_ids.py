@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 
 from thermocline.errors import BadInput
-from thermocline.ids.elastic import KeyTable, Moved
+from thermocline.ids.elastic import KeyTable
 from thermocline.ids.elastic_rows import ElasticRows, refuse_elastic
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap, SaltedHash
 from thermocline.ids.keyed_map import KeyedMap
+from thermocline.ids.moved_ids import Moved
 from thermocline.nn.backward_pass import current_pass
-from thermocline.nn.id_maps import ElasticIds, ElasticMaps, FeatureMaps, begin_rows, keyed_maps
+from thermocline.nn.elastic_maps import ElasticIds, ElasticMaps, begin_rows, keyed_maps, maps_for
+from thermocline.nn.id_maps import FeatureMaps
 from thermocline.nn.inputs import JaggedIds, check_integers
 
 from .exchange import context as shared
@@ -40,6 +42,7 @@ from .rank_keys import RankKeys
 
 if TYPE_CHECKING:
     from thermocline.nn.rows_module import RowsModule
+    from thermocline.rows.memory import MemoryUsage
 
     from .shard_source import ShardSource
     from .sharded_collection import ShardedCollection
@@ -96,6 +99,9 @@ class RankMaps(ElasticMaps):
     def ids_of(self, module: RowsModule, n: int) -> ElasticIds:
         return ShardedElasticIds(cast("ShardedCollection", module), n)
 
+    def count_bytes(self, memory: MemoryUsage, module: RowsModule) -> None:
+        FeatureMaps.count_bytes(self, memory, module)  # the rows of a shard are in an order of their own: all take memory
+
     # -- a batch ------------------------------------------------------------------------------------------------------------
 
     def rows_of_batch(self, module: ShardedCollection, bags: JaggedIds, trains: bool) -> tuple[JaggedIds, Tensor | None]:
@@ -123,9 +129,13 @@ class RankMaps(ElasticMaps):
         part = self._part(n, ids_N.reshape(-1).long())
         return self._exchange(module, "finding ids", [(n, part)], "find")[0][part.place_N]
 
-    def _part(self, n: int, ids_N: Tensor) -> _Part:
-        keys, ranks = self.keys[n], self.groups.size
+    def _rank_keys(self, n: int) -> RankKeys:
+        keys = self.keys[n]
         assert isinstance(keys, RankKeys)
+        return keys
+
+    def _part(self, n: int, ids_N: Tensor) -> _Part:
+        keys, ranks = self._rank_keys(n), self.groups.size
         ids_U, inverse_N, counts_U = ids_N.unique(return_inverse=True, return_counts=True)
         owner_U = keys.owners(ids_U, ranks)
         order_U = owner_U.argsort(stable=True)
@@ -154,6 +164,8 @@ class RankMaps(ElasticMaps):
         numbers_PTM = np.stack([each[: _MOVES * tables].view(tables, _MOVES).numpy() for each in replies])
         if kind == "step":
             self._hear(module, [n for n, _ in parts], moved, numbers_PTM)
+            for n, _ in parts:
+                self._rank_keys(n).grow_with_all()
         rows = [each[_MOVES * tables :].split(counts_PT[p].tolist()) for p, each in enumerate(replies)]
         return [torch.cat([rows[p][t] for p in range(ranks)]) for t in range(tables)]
 
@@ -174,8 +186,7 @@ class RankMaps(ElasticMaps):
         ]
         rows, moved, heads = [], [], []
         for t, n in enumerate(numbers):
-            keys = self.keys[n]
-            assert isinstance(keys, RankKeys)
+            keys = self._rank_keys(n)
             ids_M, times_M = (torch.cat([each[2 * t + at] for each in lists]) for at in (0, 1))
             change = Moved(*(ids_M[:0] for _ in range(4)))
             if kind == "find":
@@ -201,9 +212,10 @@ class RankMaps(ElasticMaps):
         """Tell all ranks which ids came and went, and begin rows."""
         sizes_P = 2 * numbers_PTM[:, :, :2].sum(axis=(1, 2))
         for t, n in enumerate(numbers):
-            keys = self.keys[n]
-            assert isinstance(keys, RankKeys)
-            keys.age(int(numbers_PTM[:, t, 2].sum()))
+            came, went, uncounted = numbers_PTM[:, t].sum(axis=0).tolist()
+            keys = self._rank_keys(n)
+            keys.age(uncounted)
+            keys.used_by_all += came - went
         if not sizes_P.any():
             return
         mine, world = torch.cat([each for change in moved for each in change[:4]]), self.groups.world
@@ -241,8 +253,7 @@ class RankMaps(ElasticMaps):
         """Take the ids of an unsharded module; with `values`, set the rows that ids share to their first values."""
         index, shard = module.row_index, module.shard
         for n, ((table, first), users) in enumerate(zip(self.places, self.users, strict=True)):
-            keys, given = self.keys[n], maps[self.features[users[0]]]
-            assert isinstance(keys, RankKeys)
+            keys, given = self._rank_keys(n), maps[self.features[users[0]]]
             if isinstance(given, KeyedMap) and given.keys is not None:
                 keys.take(given.keys)
             if values:
@@ -262,8 +273,7 @@ class RankMaps(ElasticMaps):
 
     def pin(self, module: ShardedCollection, n: int, ids: Tensor) -> None:
         """Pin ids, the same on all ranks, at their owners. Collective; an error on one rank changes nothing on any."""
-        keys, failed, moved = self.keys[n], None, None
-        assert isinstance(keys, RankKeys)
+        keys, failed, moved = self._rank_keys(n), None, None
         before = {name: tensor.clone() for name, tensor in keys.tensors().items()}
         try:
             moved = keys.pin(self._mine(n, ids))
@@ -292,8 +302,7 @@ class RankMaps(ElasticMaps):
         self.keys[n].unpin(self._mine(n, ids))
 
     def _mine(self, n: int, ids: Tensor) -> Tensor:
-        keys, ids_N = self.keys[n], ids.reshape(-1).long()
-        assert isinstance(keys, RankKeys)
+        keys, ids_N = self._rank_keys(n), ids.reshape(-1).long()
         return ids_N[keys.owners(ids_N, self.groups.size) == self.groups.rank]
 
 
@@ -344,7 +353,7 @@ def needed_maps(
     device = module.arena.device
     if any(map.is_elastic for map in maps) and not module.row_index.unsharded:
         return RankMaps(module.features, maps, tables, device, module.groups)
-    return FeatureMaps.needed(module.features, maps, rows, device, tables)
+    return maps_for(module.features, maps, rows, device, tables)
 
 
 def check_migration(module: ShardedCollection, new: ShardedCollection) -> None:

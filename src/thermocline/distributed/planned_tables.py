@@ -18,7 +18,7 @@ from thermocline.plan.model import Lever, Plan, TablePlan, Tier
 
 from .placement.table_map import TableMap, make_maps
 from .process_groups import ProcessGroups, check_same
-from .shard_source import ShardSource
+from .shard_source import ShardSource, residency
 from .sharded_collection import ShardedCollection
 
 Collection = ShardSource | ShardedCollection
@@ -69,7 +69,9 @@ def _id_map(lever: Lever, heat: HeatProfile | None) -> IdMap:
 
 def planned_tables(plan: Plan, collection: Collection) -> list[TablePlan]:
     """The plans of the tables of a collection."""
-    return [_planned_table(plan, table, collection.mode) for table in collection.tables]
+    found = [_planned_table(plan, table, collection.mode) for table in collection.tables]
+    residency(found, collection.model_rows, collection.name)
+    return found
 
 
 def _planned_table(plan: Plan, table: Table, mode: str) -> TablePlan:
@@ -98,12 +100,6 @@ def _planned_table(plan: Plan, table: Table, mode: str) -> TablePlan:
 
 def check_table(planned: TablePlan) -> None:
     """Raise if sharded tables cannot carry out the plan of a table."""
-    if planned.residency != "card":
-        raise BadInput(
-            f"table {planned.name!r} is planned in host memory, which sharded tables do not support yet; plan with more GPUs, "
-            "or a lower precision",
-            parameter="residency", table=planned.name,
-        )  # fmt: skip
     if planned.pooled_by == "owner" and planned.exchange == "node":
         raise BadInput(
             f"table {planned.name!r} is planned to be pooled by owners and requested once per node, but sums go straight to "

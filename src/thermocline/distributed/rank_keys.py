@@ -1,4 +1,4 @@
-"""`RankKeys`: the buckets of an elastic table that one rank has."""
+"""`RankKeys`: the buckets of an elastic table that one rank has. All ranks grow alike, by the ids of all."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class RankKeys(KeyTable):
         count = -(-policy.own // BUCKET)
         super().__init__(policy, key, "cpu", range(count * rank // ranks, count * (rank + 1) // ranks))
         self.uncounted = 0  # lookups of this rank without a row, of the last step
+        self.used_by_all = 0  # ids with a row, of all ranks
 
     def _age_sketch(self, lookups: int) -> None:
         self.uncounted += lookups
@@ -27,6 +28,17 @@ class RankKeys(KeyTable):
         self.uncounted = 0
         super()._age_sketch(lookups)
 
+    @property
+    def used(self) -> int:
+        return self.used_by_all
+
+    def grow(self) -> None:
+        """Nothing yet: what other ranks did in this step is not known here."""
+
+    def grow_with_all(self) -> None:
+        """Open more rows, after a step of all ranks."""
+        super().grow()
+
     def owners(self, ids_N: Tensor, ranks: int) -> Tensor:
         """The rank that has each id's bucket."""
         count = -(-self.rules.rows // BUCKET)
@@ -35,8 +47,9 @@ class RankKeys(KeyTable):
     def take(self, whole: KeyTable) -> None:
         """Take the buckets of this rank from a table that has all; the first rank takes its counts."""
         mine = self.buckets.start == 0 and len(self.buckets) > 0
+        self.used_by_all = whole.occupied().numel()
         for name, tensor in self.tensors().items():
-            if name == "clock":
+            if name in ("clock", "open"):
                 tensor.copy_(whole.tensors()[name])
             elif name == "counts":
                 tensor.copy_(whole.counts)

@@ -165,6 +165,8 @@ class Sharding:
     def meters(self) -> list[TrafficMeter]:
         """The traffic meters of this rank, after all exchanges."""
         self.wait_for_exchange()
+        for collection in self.collections.values():
+            collection.state.meter.add_host(*collection.shard.take_host_bytes())
         return [collection.state.meter for collection in self.collections.values()]
 
     def sent(self) -> list[TrafficRecord]:
@@ -193,16 +195,20 @@ class Sharding:
         """
         meters = self.meters()
         memory: dict[str, int] = {}
+        host = 0
         for collection, meter in zip(self.collections.values(), meters, strict=True):
-            for name, size in collection.memory().parts.items():
+            parts = collection.memory().parts
+            if collection.rows.residency == "host":
+                host += parts.pop("codes")
+            for name, size in parts.items():
                 part = {"codes": "tables", "metadata": "tables"}.get(name, name)
                 memory[part] = memory.get(part, 0) + size
             memory["buffers"] = memory.get("buffers", 0) + meter.buffers(1 + collection.pipeline.depth)
         steps = max((meter.steps for meter in meters), default=0)
         sent = np.sum([[meter.bytes_DLK.sum(axis=2), meter.messages_DL] for meter in meters], axis=0)  # bytes and messages
-        everyone = self.groups.all_gather((memory, sent))
-        ranks = tuple(MeasuredRank(rank=rank, bytes=parts) for rank, (parts, _) in enumerate(everyone))
-        bytes_DL, messages_DL = sum(sent for _, sent in everyone) / (max(1, steps) * self.groups.size)
+        everyone = self.groups.all_gather((memory, host, sent))
+        ranks = tuple(MeasuredRank(rank=rank, bytes=parts, host=host) for rank, (parts, host, _) in enumerate(everyone))
+        bytes_DL, messages_DL = sum(sent for *_, sent in everyone) / (max(1, steps) * self.groups.size)
         traffic = tuple(
             MeasuredTraffic(link=LINK_CLASSES[at], direction=DIRECTIONS[d], bytes=bytes_DL[d, at], messages=messages_DL[d, at])
             for at, d in np.argwhere(bytes_DL.T).tolist()
@@ -346,7 +352,8 @@ def _read_inputs(
 def _describe(collection: Collection) -> str:
     tables = ", ".join(f"{t.name} {t.rows} x {t.dim} for {' '.join(t.features)}" for t in collection.tables)
     rows = collection.rows
-    return f"{tables}, mode {collection.mode}, {rows.optimizer}, seed {rows.seed}, update={rows.update!r}"
+    given = f"{rows.optimizer}, seed {rows.seed}, update={rows.update!r}, residency={rows.residency!r}"
+    return f"{tables}, mode {collection.mode}, {given}"
 
 
 def _check(
@@ -387,10 +394,3 @@ def _validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Map
             parameter="model",
         )  # fmt: skip
     check_heat(plan, heat)
-    for name, source in found.items():
-        if source.rows.residency != "device":
-            raise BadInput(
-                f"{name!r} has residency={source.rows.residency!r}; sharded rows stay on the device: set residency='device', "
-                "and use more ranks or a lower precision if they do not fit",
-                parameter="residency", collection=name, value=source.rows.residency,
-            )  # fmt: skip

@@ -5,8 +5,8 @@ An `EmbeddingBag` or `Embedding` is a collection of one table, which has the mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from thermocline.errors import BadInput
 from thermocline.ids.idmap import IdMap
 from thermocline.nn.collection import EmbeddingCollection, Table
 from thermocline.nn.config import RowConfig
+from thermocline.nn.elastic_maps import keyed_maps
 from thermocline.nn.embedding import Embedding, EmbeddingBag
-from thermocline.nn.id_maps import keyed_maps
-from thermocline.plan.model import Plan
+from thermocline.plan.model import Plan, TablePlan
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
 
@@ -40,6 +40,11 @@ class ShardSource:
     dtype: torch.dtype
     arena: Arena
     trainer: Trainer
+
+    @property
+    def model_rows(self) -> RowConfig:
+        """The `RowConfig` of the module before the plan."""
+        return self.rows
 
     @classmethod
     def of(cls, name: str, module: Shardable, plan: Plan | None = None) -> ShardSource:
@@ -70,6 +75,29 @@ def shardable_modules(model: nn.Module) -> dict[str, Shardable]:
     """The modules of a model that `shard_` replaces, by name: all but those whose ranks train copies of their own."""
     kinds = (EmbeddingCollection, EmbeddingBag, Embedding)
     return {name: each for name, each in model.named_modules() if isinstance(each, kinds) and not each.rows.independent}
+
+
+def residency(tables: Sequence[TablePlan], rows: RowConfig, name: str) -> str:
+    """Where the rows of a collection lie: on the device, or in host memory if its `RowConfig` or the plan says so.
+
+    Raises:
+        BadInput: the plan has some of the tables in host memory, but one module has its rows in one memory.
+    """
+    host, card = ([table.name for table in tables if table.residency == kind] for kind in ("host", "card"))
+    if host and card and rows.residency != "host":
+        raise BadInput(
+            f"{name!r}: table {host[0]!r} is planned in host memory and table {card[0]!r} on the GPU, but rows of one module "
+            "lie in one memory; put them into two collections, or set residency='host' for this one",
+            parameter="residency", table=host[0], collection=name,
+        )  # fmt: skip
+    return "host" if host else rows.residency
+
+
+def row_config(rows: RowConfig, plans: Sequence[TablePlan], name: str) -> RowConfig:
+    """The `RowConfig` of a shard, with the cache that one process would have."""
+    share = sum(sum(tier.cached for tier in plan.tiers) for plan in plans) / sum(plan.rows for plan in plans)
+    place = residency(plans, rows, name)
+    return replace(rows, precision="int8", cache=min(share, 1.0), budget=None, residency=place, staged=None)
 
 
 def device_of(model: nn.Module, found: Mapping[str, Shardable], given: torch.device | str | None) -> torch.device:

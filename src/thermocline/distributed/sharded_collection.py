@@ -9,14 +9,12 @@ Gradients travel in the background where the backend allows it; methods that rea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.parallel.distributed import DistributedDataParallel
 
 from thermocline import formats as F
 from thermocline._lazy import uncompiled
@@ -26,6 +24,7 @@ from thermocline.ids.idmap import IdMap
 from thermocline.kernels.exchange.fields import DIM
 from thermocline.nn.backward_pass import SameTenants, UpdateOnce
 from thermocline.nn.collection import Table
+from thermocline.nn.config import RowConfig
 from thermocline.nn.inputs import JaggedIds, Pooled, Unpooled, read_features
 from thermocline.nn.many_ranks import refuse_ddp
 from thermocline.nn.prefetch import AT_ONCE, PrefetchedInput, prefetch_window
@@ -48,7 +47,7 @@ from .placement.table_map import TableMap
 from .process_groups import ProcessGroups
 from .replanning.frequency_counter import FrequencyCounter
 from .saved_shard import load_pieces, saved_pieces
-from .shard_source import ShardSource
+from .shard_source import ShardSource, row_config
 from .shard_state import ShardState, arena_shapes, check_rows
 from .sharded_trained import ShardedTrained
 
@@ -69,6 +68,7 @@ class ShardedCollection(RowsModule):
     tables: tuple[Table, ...]
     features: tuple[str, ...]
     id_maps: Mapping[str, IdMap]
+    model_rows: RowConfig  # of the module before the plan
     padding_idx: int | None = None  # of an `Embedding`: a row of its table that is not updated
 
     def __init__(
@@ -76,8 +76,7 @@ class ShardedCollection(RowsModule):
         groups: ProcessGroups, device: torch.device, heat: HeatProfile | None = None,
     ) -> None:  # fmt: skip
         row_index = RowIndex(plans, maps, groups.nodes, groups.local_size, device, groups.rank)
-        share = sum(sum(tier.cached for tier in plan.tiers) for plan in plans) / sum(plan.rows for plan in plans)
-        rows = replace(source.rows, precision="int8", cache=min(share, 1.0), budget=None)  # as one process would have it
+        rows = row_config(source.model_rows, plans, source.name)
         table_of = {feature: n for n, table in enumerate(source.tables) for feature in table.features}
         table_F = [table_of[feature] for feature in source.features]
         shapes = arena_shapes(row_index)
@@ -86,7 +85,7 @@ class ShardedCollection(RowsModule):
             self.arena.rename([part.name for part in row_index.parts], source.features)
         self.name, self.mode, self.tables, self.features = source.name, source.mode, source.tables, source.features
         self._dims = tuple(table.dim for table in self.tables for _ in table.features)
-        self.groups, self.id_maps = groups, source.id_maps
+        self.groups, self.id_maps, self.model_rows = groups, source.id_maps, source.model_rows
         self.state = ShardState(row_index, groups, self.arena, self.trainer, self.tables, table_F)
         self.maps = needed_maps(self, [self.id_maps[f] for f in self.features], [plans[t].rows for t in table_F], table_F)
         overlap = groups.world.gloo or groups.comm_stream is not None
@@ -134,8 +133,8 @@ class ShardedCollection(RowsModule):
         trains = torch.is_grad_enabled() and self.placeholder.requires_grad
         if self.row_index.unsharded:
             return self._look_up_unsharded(input, trains)
-        self.wait_for_exchange()
         pipeline, context = self.pipeline, self.state.context
+        pipeline.wait(self.state.meter)
         with announced(context, self.name, pipeline.drop_prefetched):
             given = bags = self._read(input, trains)
         factors: Tensor | None = None
@@ -223,7 +222,7 @@ class ShardedCollection(RowsModule):
 
     def _read(self, input: Any, trains: bool) -> JaggedIds:
         self.trained.raise_refused()
-        if trains and DistributedDataParallel._active_ddp_module is not None:
+        if trains:
             refuse_ddp()
         return self._parse(input)
 
@@ -280,16 +279,15 @@ class ShardedCollection(RowsModule):
         self.pipeline.add_gradients((exchange, grads), self.trained.reduce_gradients)
 
     def wait_for_exchange(self) -> None:
-        """Wait until rows include the update of the last backward."""
+        """Wait until rows include the update of the last backward, in host memory too."""
         self.pipeline.wait(self.state.meter)
+        self.arena.settle()
 
     def invalidate_prefetched(self) -> None:
         """Wait for the exchange, and fetch prefetched rows again: the caller may change rows."""
         self.wait_for_exchange()
         if not self.pipeline.comm_thread.is_current:
             self.pipeline.invalidate_prefetched()
-
-    # -- rows ---------------------------------------------------------------------------------------------------------------
 
     def get_rows(self, table: str, ids: Tensor | None = None) -> Tensor:
         """Rows of a table, dequantized to fp32; all rows by default. Collective."""
@@ -309,6 +307,8 @@ class ShardedCollection(RowsModule):
         """Set rows of a table, rounded to nearest. Every rank calls this with the same rows."""
         self.invalidate_prefetched()
         number, rows_N = check_rows(self.tables, table, ids, self.arena.device)
+        if self.maps is not None:
+            self.maps.check_zeros(number, rows_N, values)
         for k, at_K, index_K in self.shard.local(self.row_index.locate(rows_N + self.row_index.first[number])):
             self.arena.write(k, index_K, values.to(self.arena.device, torch.float32)[at_K])
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.errors import BadInput, FormatError, explain_failed_write
+from thermocline.errors import BadInput, FormatError, written_aside
 
 from .profile import BatchRepeats, HeatProfile, LogSlice, TableHeat
 
@@ -129,18 +128,6 @@ def _parts(profile: HeatProfile) -> tuple[Arrays, str]:
 
 
 # -- safetensors --
-
-
-@contextmanager
-def written_aside(path: Path, size: int | None = None) -> Iterator[Path]:
-    """A temporary name to write `size` bytes to; the file takes the place of `path` when it is complete."""
-    aside = path.with_name(path.name + ".part")
-    try:
-        with explain_failed_write(path, size):
-            yield aside
-            aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> None:

@@ -6,10 +6,11 @@ missing. In Criteo's TSV a missing category is the id 0, as in training from suc
     ending                        format
     .parquet .pq                  Parquet: integers, text, or lists of them
     .csv .csv.gz                  text with a header, and commas, tabs or semicolons
-    all others, also with .gz     the same if the first line begins with a letter, else Criteo's TSV: label, I1 to I13, C1 to
-                                  C26 in hexadecimal
+    all others, also with .gz     the same if the first line has a header, else Criteo's TSV: label, I1 to I13, C1 to C26 in
+                                  hexadecimal
 
-A column of CSV has text if more than a tenth of its first values are not numbers. A Parquet file knows its number of samples;
+A header begins with a letter, a quotation mark or an underscore. A column of CSV has text if more than a tenth of its first
+values are not numbers; `""`, NULL, NaN, NA and the like are missing values. A Parquet file knows its number of samples;
 text is counted first, because slices of equal length need the number. With `skip_bad`, that count also finds bad lines.
 """
 
@@ -26,7 +27,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from thermocline.errors import BadInput, FormatError
+from thermocline.errors import BadInput, FormatError, did_you_mean
 
 from .log_columns import LogIds, bags_of_ids, from_hexadecimal
 
@@ -35,6 +36,7 @@ LARGEST_CHUNK = 1 << 16  # samples
 VALUES = 1 << 20  # of a chunk, in all columns
 BLOCK = 1 << 23  # bytes of text read at a time
 HEAD, HEAD_LINES = 1 << 18, 1000  # bytes and lines that tell numbers from text
+SHOWN, LETTERS = 12, 40  # of the names of columns in errors
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class LogFile:
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
-            message = f"there is no file '{self.path}'; give Parquet, CSV with a header, or Criteo's TSV"
-            raise BadInput(message, path=str(self.path))
+            what = f"'{self.path}' is a folder; name its files" if self.path.is_dir() else f"there is no file '{self.path}'"
+            raise BadInput(f"{what}; give Parquet, CSV with a header, or Criteo's TSV", path=str(self.path))
         if self.path.stat().st_size == 0:
             raise FormatError(f"'{self.path}' is empty", path=str(self.path), size=0)
 
@@ -58,13 +60,21 @@ class LogFile:
         name = self.path.name.lower().removesuffix(".gz")
         if name.endswith((".parquet", ".pq")):
             return "parquet"
-        return "csv" if name.endswith(".csv") or self._head[:1].isalpha() else "tsv"
+        first = self._head[:1]
+        if "\0" in self._head:
+            message = f"'{self.path}' is not text in UTF-8; give Parquet, CSV with a header, or Criteo's TSV"
+            raise FormatError(message, path=str(self.path), expected="UTF-8")
+        if first in ("{", "["):
+            message = f"'{self.path}' has JSON; convert it to Parquet, as with pyarrow.json.read_json"
+            raise FormatError(message, path=str(self.path), expected="csv")
+        return "csv" if name.endswith(".csv") or first.isalpha() or first in ('"', "_") else "tsv"
 
     @cached_property
     def _head(self) -> str:
         """The beginning of a text file, up to the end of a line."""
         with _stream(self.path) as stream:
-            head: str = stream.read(HEAD).decode("utf-8-sig", errors="replace")  # some programs write a byte-order mark
+            raw: bytes = stream.read(HEAD)
+        head = raw.decode("utf-8-sig", errors="replace").lstrip("\r\n")  # some programs write a byte-order mark
         return head if len(head) < HEAD // 4 else head.rpartition("\n")[0] or head
 
     @cached_property
@@ -86,8 +96,23 @@ class LogFile:
 
     @cached_property
     def _first_values(self) -> dict[str, list[str]]:
+        from pyarrow import csv
+
+        absent = frozenset(csv.ConvertOptions().null_values)
         rows = list(plain_csv.reader(self._head.splitlines()[: HEAD_LINES + 1], delimiter=self.delimiter))[1:]
-        return {name: [row[at] for row in rows if at < len(row) and row[at]] for at, name in enumerate(self.names)}
+        return {
+            name: [row[at] for row in rows if at < len(row) and row[at] not in absent] for at, name in enumerate(self.names)
+        }
+
+    @cached_property
+    def _unsigned_columns(self) -> list[str]:
+        """The columns of a CSV file whose numbers need 64 bits without a sign."""
+        known = self._first_values.items()
+        return [
+            name
+            for name, of in known
+            if name not in self.text_columns and any(_integer(value) is False and _unsigned(value) for value in of)
+        ]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -97,6 +122,17 @@ class LogFile:
         if self.kind == "tsv":
             return TSV_NAMES
         return tuple(next(plain_csv.reader(self._head.splitlines(), delimiter=self.delimiter), ()))
+
+    @property
+    def listed(self) -> str:
+        """The columns in words."""
+        names = [name if len(name) <= LETTERS else f"{name[:LETTERS]}..." for name in self.names[:SHOWN]]
+        return ", ".join(names) + (f" and {len(self.names) - SHOWN} more" if len(self.names) > SHOWN else "")
+
+    def lacks(self, missing: Sequence[str]) -> str:
+        """The message that these columns are not in the file."""
+        names = ", ".join(f"{name}{did_you_mean(name, self.names)}" for name in missing)
+        return f"'{self.path}' has no column {names}; it has {self.listed}"
 
     @cached_property
     def samples(self) -> int:
@@ -118,10 +154,14 @@ class LogFile:
 
     @cached_property
     def _lines(self) -> int:
+        """The lines of a text file that are neither empty nor a header."""
         lines, last = 0, b"\n"
         with _stream(self.path) as stream:
             while block := stream.read(1 << 20):
-                lines, last = lines + block.count(b"\n"), block[-1:]
+                lines += block.count(b"\n")
+                if b"\n\n" in (joined := last + block) or b"\n\r\n" in joined:
+                    lines -= len(_EMPTY_LINE.findall(joined))
+                last = block[-2:] if block.endswith(b"\n\r") else block[-1:]
         return lines + (last != b"\n") - (self.kind == "csv")
 
     def chunks(self, columns: Sequence[str], first: int = 0) -> Iterator[dict[str, LogIds]]:
@@ -162,7 +202,7 @@ class LogFile:
             group += 1
         return file.iter_batches(rows, row_groups=list(range(group, file.num_row_groups)), columns=list(columns)), first
 
-    def _text(self, columns: Sequence[str], numbers: Sequence[str] = ()) -> Iterator[Any]:
+    def _text(self, columns: Sequence[str], numbers: Sequence[str] = (), parallel: bool = True) -> Iterator[Any]:
         import pyarrow
         from pyarrow import csv
 
@@ -170,6 +210,7 @@ class LogFile:
         by_line = self.skips and not tsv  # texts first, so that bad lines are found one by one
         text = [name for name in columns if by_line or (name not in numbers and (tsv or name in self.text_columns))]
         types = dict.fromkeys(columns, pyarrow.int64()) | dict.fromkeys(self.float_columns, pyarrow.float64())
+        types |= dict.fromkeys(self._unsigned_columns, pyarrow.uint64())
         types |= dict.fromkeys(numbers, pyarrow.float64()) | dict.fromkeys(text, pyarrow.string())
         skip = (lambda row: "skip") if self.skips else None
         parse = csv.ParseOptions(
@@ -179,7 +220,9 @@ class LogFile:
             with _stream(self.path) as stream:
                 batches = csv.open_csv(
                     stream,
-                    read_options=csv.ReadOptions(column_names=TSV_NAMES if tsv else None, block_size=BLOCK),
+                    read_options=csv.ReadOptions(
+                        column_names=TSV_NAMES if tsv else None, block_size=BLOCK, use_threads=parallel
+                    ),
                     parse_options=parse,
                     convert_options=csv.ConvertOptions(
                         column_types=types, include_columns=list(columns),
@@ -188,10 +231,27 @@ class LogFile:
                 )  # fmt: skip
                 yield from (self._without_bad(each, numbers) for each in batches) if by_line else batches
         except pyarrow.ArrowInvalid as error:
-            form = "Criteo's TSV (label, 13 numbers, 26 categories)" if tsv else "CSV with numbers in these columns"
-            way_out = "" if self.skips else "; --skip-bad N leaves out up to N bad lines"
-            message = f"'{self.path}' is not {form}: {error}{way_out}"
-            raise FormatError(message, path=str(self.path), expected=self.kind) from None
+            found = self._unreadable(str(error))
+            if parallel:  # only one thread knows the number of the line
+                try:
+                    for _ in self._text(columns, numbers, parallel=False):
+                        pass
+                except FormatError as numbered:
+                    found = numbered if "Row #" in str(numbered) else found
+            raise found from None
+
+    def _unreadable(self, reason: str) -> FormatError:
+        """The error for text that pyarrow cannot read for this reason."""
+        way_out = "" if self.skips else "; --skip-bad N leaves out up to N bad lines"
+        if "straddl" in reason:
+            message = f"'{self.path}' has a line of more than {BLOCK >> 20} MiB"
+        elif "invalid UTF8" in reason:
+            message = f"'{self.path}' is not text in UTF-8 ({reason})"
+        elif self.kind == "tsv":
+            message = f"'{self.path}' is not Criteo's TSV (label, 13 numbers, 26 categories): {reason}{way_out}"
+        else:
+            message = f"'{self.path}' is not CSV with numbers in these columns: {reason}{way_out}"
+        return FormatError(message, path=str(self.path), expected=self.kind)
 
     def _without_bad(self, batch: Any, numbers: Sequence[str]) -> Any:
         """A batch of text without the lines that have no number in a column of numbers."""
@@ -201,7 +261,9 @@ class LogFile:
         for name in batch.schema.names:
             column = batch.column(name)
             if name in numbers or name not in self.text_columns:
-                kind, read = (pyarrow.float64(), _number) if name in numbers else (pyarrow.int64(), _integer)
+                unsigned = name in self._unsigned_columns
+                integers = (pyarrow.uint64(), _unsigned) if unsigned else (pyarrow.int64(), _integer)
+                kind, read = (pyarrow.float64(), _number) if name in numbers else integers
                 try:
                     column = column.cast(kind)
                 except pyarrow.ArrowInvalid:
@@ -220,7 +282,7 @@ def open_logs(paths: Sequence[Path | str], columns: Sequence[str], skip_bad: int
     there = files[0].names
     wanted = list(columns) or [name for i in range(1, len(there) + 1) if (name := f"C{i}") in there]
     if not wanted:
-        message = f"'{files[0].path}' has the columns {', '.join(there)}; name the columns of ids (--columns)"
+        message = f"'{files[0].path}' has the columns {files[0].listed}; name the columns of ids (--columns)"
         raise BadInput(message, parameter="columns", available=there)
     if len(set(wanted)) < len(wanted):
         twice = sorted({name for name in wanted if wanted.count(name) > 1})
@@ -230,8 +292,7 @@ def open_logs(paths: Sequence[Path | str], columns: Sequence[str], skip_bad: int
             message = f"'{file.path}' has several columns {', '.join(twice)}; give each its own name"
             raise BadInput(message, path=str(file.path), value=twice)
         if missing := [name for name in wanted if name not in file.names]:
-            message = f"'{file.path}' has no column {', '.join(missing)}; it has {', '.join(file.names)}"
-            raise BadInput(message, parameter="columns", path=str(file.path), value=missing, available=file.names)
+            raise BadInput(file.lacks(missing), parameter="columns", path=str(file.path), value=missing, available=file.names)
     with_header = [file for file in files if file.kind == "csv"]
     for name in wanted:
         if len({name in file.text_columns for file in with_header}) > 1:
@@ -254,6 +315,9 @@ def without_bad_lines(files: Sequence[LogFile], ids: Sequence[str], numbers: Seq
     return found
 
 
+_EMPTY_LINE = re.compile(rb"(?<=\n)\r?\n")
+
+
 def _is_number(text: str) -> bool:
     return _number(text) is not False
 
@@ -265,11 +329,15 @@ def _number(text: str) -> float | Literal[False]:
         return False
 
 
-def _integer(text: str) -> int | Literal[False]:
+def _integer(text: str, low: int = -(1 << 63), high: int = 1 << 63) -> int | Literal[False]:
     """A number of 64 bits, or False; 12.0 is 12."""
-    whole = re.fullmatch(r"\s*([+-]?[0-9]{1,19})(\.0*)?\s*", text)
-    value = int(whole[1]) if whole else 1 << 63
-    return -(1 << 63) <= value < 1 << 63 and value
+    whole = re.fullmatch(r"\s*([+-]?[0-9]{1,20})(\.0*)?\s*", text)
+    value = int(whole[1]) if whole else high
+    return low <= value < high and value
+
+
+def _unsigned(text: str) -> int | Literal[False]:
+    return _integer(text, 0, 1 << 64)
 
 
 def parquet_file(path: Path) -> Any:

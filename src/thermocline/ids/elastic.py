@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,16 +39,17 @@ from thermocline.kernels.elastic.fields import (
     KeyRules,
     TableRows,
 )
-from thermocline.kernels.elastic.reference import as_bytes, bucket_of, first_values, placing_order, score
-from thermocline.kernels.ids.reference import hash_ids, reduce_to, right, signed
+from thermocline.kernels.elastic.reference import as_bytes, bucket_of, first_values, tags_of
+from thermocline.kernels.ids.reference import hash_ids, reduce_to, signed
 
-from .elastic_rows import MOST_STEPS, ElasticRows, refuse_on_gpus
+from .elastic_rows import MOST_STEPS, ElasticRows
+from .growth import PlaceOrder, opened
+from .moved_ids import Moved, MovedIds
 
 _MOVES = 256  # records of moved rows that are merged into one
 _SWEEPS = 8  # in a time to live: expired rows leave at the next
 _MARKS = 2 * _SWEEPS  # times of the log in `max_age`
 _SHARED_KEY = 0x5EED_54A4ED  # of the first values of shared rows
-_CHANCE_KEY = 0x5EED_C4A9CE
 _COUNTS = (
     "admitted", "evicted", "expired", "refused", "dropped", "lookups", "shared_lookups", "eval_lookups", "shared_eval_lookups",
     "waiting", "steps",
@@ -57,31 +59,7 @@ _COUNTS = (
 Evicted = Callable[[Tensor, Tensor], None]  # gets ids and the values of their rows
 
 
-class Moved(NamedTuple):
-    """The ids that came and went in a training step."""
-
-    came_K: Tensor
-    rows_K: Tensor  # of the ids that came
-    went_E: Tensor
-    left_E: Tensor  # rows of the ids that went
-
-
-class MovedIds(NamedTuple):
-    """Rows that got another id, or lost theirs."""
-
-    rows_K: Tensor  # ascending
-    ids_K: Tensor
-    used_K: Tensor  # whether the row has an id now
-
-    def merged(self, later: MovedIds) -> MovedIds:
-        """Both, one after the other: the last id of a row wins."""
-        rows_K, ids_K, used_K = (torch.cat(each) for each in zip(self, later, strict=True))
-        order_K = rows_K.argsort(stable=True)
-        last_K = order_K[torch.cat([rows_K[order_K].diff() != 0, torch.ones(min(1, len(order_K)), dtype=torch.bool)])]
-        return MovedIds(rows_K[last_K], ids_K[last_K], used_K[last_K])
-
-
-_NONE = Moved(*(torch.zeros(0, dtype=torch.int64) for _ in range(4)))
+_NONE = Moved.none()
 
 
 class KeyTable:
@@ -95,20 +73,20 @@ class KeyTable:
     ) -> None:  # fmt: skip
         self.policy, self.buckets = policy, range(-(-policy.own // K.BUCKET)) if buckets is None else buckets
         rules = (policy.own, policy.others, signed(key), policy.half_life, policy.evict == "lru")
+        self.places = PlaceOrder(policy.own // K.BUCKET if policy.grows else 0)
         self.rules = KeyRules(*rules, first=K.BUCKET * self.buckets.start)
         self.on_evict: Evicted | None = None
         self.moved: list[Tensor] | None = None  # rows whose id changed since they were published
         self.gpu_steps = 0  # of this process
-        if torch.device(device).type == "cuda":
-            refuse_on_gpus(policy)
         words, rows = K.BUCKET // 4, max(0, min(policy.own, K.BUCKET * self.buckets.stop) - self.rules.first)
         zeros = huge_page_zeros if torch.device(device).type == "cpu" else partial(torch.zeros, device=device)
         self.keys, self.last = zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.int32)
         self.tags, self.heat = (zeros(words * len(self.buckets), dtype=torch.int32) for _ in range(2))
         self.sketch = zeros(K.DEPTH * K.CELLS // 4 * len(self.buckets), dtype=torch.int32)
         self.counts = torch.zeros(WINDOW + 1, dtype=torch.int64, device=device)
-        unset = [-math.inf] * (_MARKS + 2) + [0.0] * (_MARKS + 2)  # times of marks, the newest first, and their steps
-        self.clock = None if policy.max_age is None else torch.tensor(unset, dtype=torch.float64)
+        unset = [[-math.inf] * (_MARKS + 2), [0.0] * (_MARKS + 2)]  # times of marks, the newest first, and their steps
+        self.clock = None if policy.max_age is None else np.array(unset)  # on the CPU: steps on a GPU do not wait for it
+        self.open = torch.tensor([policy.open], dtype=torch.int64, device=device)  # places of each bucket that ids may have
 
     @property
     def arrays(self) -> KeyArrays:
@@ -116,8 +94,8 @@ class KeyTable:
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state by name."""
-        clock = {} if self.clock is None else {"clock": self.clock}
-        return {**self.arrays._asdict(), "counts": self.counts, **clock}
+        clock = {} if self.clock is None else {"clock": torch.from_numpy(self.clock).view(-1)}
+        return {**self.arrays._asdict(), "counts": self.counts, **clock, **({"open": self.open} if self.policy.grows else {})}
 
     @property
     def bytes(self) -> int:
@@ -132,9 +110,11 @@ class KeyTable:
 
     def state(self) -> dict[str, float]:
         """Numbers of the table; `ElasticIds.state` documents them."""
-        used = self.occupied().numel()
-        sizes = {"rows": self.keys.numel(), "used": used, "pinned": int((self.last == K.PINNED).sum())}
-        return {**sizes, "load": used / max(1, self.keys.numel()), **dict(zip(_COUNTS, self.counts.tolist(), strict=False))}
+        used, rows, open = self.occupied().numel(), self.keys.numel(), int(self.open)
+        last = rows % K.BUCKET
+        here = rows // K.BUCKET * open + min(last, open)
+        sizes = {"rows": here, "most_rows": rows, "used": used, "pinned": int((self.last == K.PINNED).sum())}
+        return {**sizes, "load": used / max(1, here), **dict(zip(_COUNTS, self.counts.tolist(), strict=False))}
 
     def occupied(self) -> Tensor:
         """The places in `keys` that belong to ids, ascending."""
@@ -147,8 +127,17 @@ class KeyTable:
 
     def find(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
         """(the row of each id, its own or a shared one; positions of ids that have none)."""
-        rows_N, missed_M = self.kernels.find(self.arrays, self.rules, ids_N)
-        return rows_N, missed_M
+        place_N, missed_M = self._find(ids_N)
+        return self.places.rows(place_N), missed_M
+
+    def _find(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(the place of each id, or a shared row; positions of ids that have none)."""
+        place_N, missed_M = self.kernels.find(self.arrays, self.rules, ids_N)
+        return place_N, missed_M
+
+    @property
+    def _open_rules(self) -> KeyRules:
+        return self.rules._replace(open=int(self.open))
 
     def read(self, ids_N: Tensor, trains: bool) -> Tensor:
         """`find` outside of training steps; if gradients may follow, rows stay until no lookup waits for its backward."""
@@ -168,9 +157,7 @@ class KeyTable:
 
         With `protect`, rows that were used since the last step without it stay: gradients for them may still come.
         """
-        if self.clock is not None and self.clock[0] == -math.inf:
-            message = "max_age needs the time of the log; call elastic().advance(now) before the first training step"
-            raise BadInput(message, parameter="max_age", value=self.policy.max_age)
+        self.check_clock()
         self.rebase()
         counts = self.counts.numpy()
         counts[STEPS] += 1
@@ -178,51 +165,55 @@ class KeyTable:
         if not protect:
             counts[BARRIER] = step
         expired_E = self.expire(step, int(counts[BARRIER]))
-        rows_N, missed_M = self.find(ids_N)
-        self.kernels.touch(self.arrays, self.rules, rows_N, step)
-        moved = self._admit(ids_N[missed_M], expired_E) if missed_M.numel() + expired_E.numel() else _NONE
-        self.note_moved(moved.rows_K, moved.left_E)
-        shared = missed_M.numel()
-        if moved.came_K.numel():
-            rows_N[missed_M], left_M = self.find(ids_N[missed_M])
-            shared = left_M.numel()
+        place_N, missed_M = self.kernels.look_up(self.arrays, self.rules, ids_N, step)
+        moved = Moved.none()._replace(went_E=self.keys[expired_E - self.rules.first], left_E=expired_E)
         counts[LOOKUPS] += ids_N.numel()
-        counts[SHARED] += shared
-        if not missed_M.numel():
-            counts[WAITING] = 0
-        return rows_N, moved
-
-    def _admit(self, ids_M: Tensor, expired_E: Tensor) -> Moved:
-        """Count lookups of ids without a row, and give rows to those with enough."""
-        counts, (arrays, rules, kernels) = self.counts.numpy(), (self.arrays, self.rules, self.kernels)
-        ids_U, counts_U = ids_M.unique(return_counts=True)
-        heat_U = kernels.count(arrays, rules, ids_U, counts_U)
-        self._age_sketch(ids_M.numel())
-        ready_U = (heat_U >= self.policy.admit_after) & self._drawn(ids_U, counts_U)
-        ids_C = ids_U[ready_U]
-        went_E = self.keys[expired_E - rules.first]
-        rows_C, before_C, left_C = kernels.place(
-            arrays, rules, ids_C, heat_U[ready_U], int(counts[STEPS]), int(counts[BARRIER])
-        )
-        placed_C = rows_C >= 0
-        moved = Moved(
-            ids_C[placed_C], rows_C[placed_C], torch.cat([went_E, before_C[left_C]]), torch.cat([expired_E, rows_C[left_C]])
-        )
-        counts[ADMITTED] += moved.came_K.numel()
+        counts[WAITING] = 0
+        if missed_M.numel():
+            moved = self._admit(ids_N, place_N, missed_M, moved)
         counts[EVICTED] += moved.went_E.numel()
         counts[EXPIRED] += expired_E.numel()
-        counts[REFUSED] += ids_C.numel() - moved.came_K.numel()
-        counts[WAITING] = ids_U.numel() - moved.came_K.numel()
+        self.grow()
+        return self.places.rows(place_N), self._noted(moved)
+
+    def check_clock(self) -> None:
+        """Raise if time has not begun."""
+        if self.clock is not None and self.clock[0, 0] == -math.inf:
+            message = "max_age needs the time of the log; call elastic().advance(now) before the first training step"
+            raise BadInput(message, parameter="max_age", value=self.policy.max_age)
+
+    def _noted(self, moved: Moved) -> Moved:
+        """What moved, with rows for places; recorded for the next publish."""
+        moved = moved._replace(rows_K=self.places.rows(moved.rows_K), left_E=self.places.rows(moved.left_E))
+        self.note_moved(moved.rows_K, moved.left_E)
         return moved
 
-    def _drawn(self, ids_U: Tensor, counts_U: Tensor) -> Tensor:
-        """Which ids the chance of their lookups in this step admits: a function of id, step and salt."""
-        if self.policy.admit_chance == 1.0:
-            return torch.ones_like(ids_U, dtype=torch.bool)
-        missed = [(1.0 - self.policy.admit_chance) ** n for n in range(K.MOST + 1)]  # no id admitted by n lookups
-        least_N = torch.tensor([int(each * (1 << 32)) for each in missed], device=ids_U.device)
-        draws_U = right(hash_ids(hash_ids(ids_U, self.rules.key), signed(int(self.counts[STEPS]) ^ _CHANCE_KEY)), 32)
-        return draws_U >= least_N[counts_U.clamp(max=K.MOST)]
+    @property
+    def used(self) -> int:
+        """Ids with a row, of all ranks."""
+        came, *went = (int(self.counts[field]) for field in (ADMITTED, EVICTED, DROPPED))
+        return came - sum(went)
+
+    def grow(self) -> None:
+        """Open more rows once ids have three quarters of the open ones. Every training step ends with it."""
+        if self.policy.grows:
+            self.open.clamp_(min=opened(self.used, self.policy.own))
+
+    def _admit(self, ids_N: Tensor, place_N: Tensor, missed_M: Tensor, expired: Moved) -> Moved:
+        """Count lookups of ids without a row, and give rows to those with enough."""
+        counts, policy = self.counts.numpy(), self.policy
+        rule = (policy.admit_after, policy.admit_chance, int(counts[STEPS]), int(counts[BARRIER]))
+        found = self.kernels.admit(self.arrays, self._open_rules, ids_N, place_N, missed_M, *rule)
+        self._age_sketch(missed_M.numel())
+        came = found.came_K.numel()
+        counts[ADMITTED] += came
+        counts[REFUSED] += found.ready - came
+        counts[WAITING] = found.distinct - came
+        counts[SHARED] += found.shared
+        if expired.went_E.numel():
+            went_E, left_E = (torch.cat(each) for each in ((expired.went_E, found.went_E), (expired.left_E, found.left_E)))
+            return Moved(found.came_K, found.rows_K, went_E, left_E)
+        return Moved(*found[:4])
 
     def advance(self, now: float) -> Moved:
         """Set the time of the log, and free the rows whose ids were not looked up for `max_age` of it.
@@ -235,43 +226,41 @@ class KeyTable:
             raise BadInput(message, parameter="max_age")
         if not math.isfinite(now):
             raise BadInput(f"now is {now!r}; use the time of the log, as in elastic().advance(1700000000.0)", parameter="now")
-        age, clock = self.policy.max_age, clock.view(2, -1)
+        age = self.policy.max_age
         assert age is not None
-        if now < float(clock[0, 0]) + age / _MARKS:
+        if now < clock[0, 0] + age / _MARKS:
             return _NONE
-        clock.copy_(clock.roll(1, dims=1))
-        clock[:, 0] = torch.tensor([float(now), float(self.counts[STEPS])])
+        clock[:] = np.roll(clock, 1, axis=1)
+        clock[:, 0] = now, int(self.counts[STEPS])
         steps = clock[1, clock[0] <= now - age]
         went_E, places_E = (
-            self._free(min(int(steps.max()) + 1, int(self.counts[BARRIER]))) if steps.numel() else (_NONE.went_E, _NONE.left_E)
+            self._free(min(int(steps.max()) + 1, int(self.counts[BARRIER]))) if steps.size else (_NONE.went_E, _NONE.left_E)
         )
         self.counts[EXPIRED] += places_E.numel()
         self.counts[EVICTED] += places_E.numel()
-        self.note_moved(places_E)
-        return _NONE._replace(went_E=went_E, left_E=places_E)
+        return self._noted(_NONE._replace(went_E=went_E, left_E=places_E))
 
     def pin(self, ids: Tensor) -> Moved:
         """Give ids a row, if they have none, and keep it for good."""
         counts, ids_U = self.counts.numpy(), ids.reshape(-1).long().unique()
-        ids_C = ids_U[self.find(ids_U)[1]]
+        ids_C = ids_U[self._find(ids_U)[1]]
         before = [tensor.clone() for tensor in self.arrays]
         step, barrier = (max(1, int(counts[field])) for field in (STEPS, BARRIER))  # at 0, ids would take each other's rows
         heat_C = torch.full_like(ids_C, K.MOST)
-        rows_C, before_C, left_C = self.kernels.place(self.arrays, self.rules, ids_C, heat_C, step, barrier)
+        rows_C, before_C, left_C = self.kernels.place(self.arrays, self._open_rules, ids_C, heat_C, step, barrier)
         if failed := int((rows_C < 0).sum()):
             for tensor, old in zip(self.arrays, before, strict=True):
                 tensor.copy_(old)
             message = f"{failed} of {ids_C.numel()} ids find only pinned rows, or rows in use, in their bucket; pin fewer ids"
             raise BadInput(message, parameter="ids", value=ids_C.numel(), needed=failed)
-        self.last[self.find(ids_U)[0] - self.rules.first] = K.PINNED
+        self.last[self._find(ids_U)[0] - self.rules.first] = K.PINNED
         counts[ADMITTED] += ids_C.numel()
         counts[EVICTED] += int(left_C.sum())
-        self.note_moved(rows_C)
-        return Moved(ids_C, rows_C, before_C[left_C], rows_C[left_C])
+        return self._noted(Moved(ids_C, rows_C, before_C[left_C], rows_C[left_C]))
 
     def unpin(self, ids: Tensor) -> None:
         """Let pinned ids go again, as if they were looked up now."""
-        rows_U = self.find(ids.reshape(-1).long())[0].unique()
+        rows_U = self._find(ids.reshape(-1).long())[0].unique()
         rows_U = rows_U[rows_U < self.rules.rows] - self.rules.first
         self.last[rows_U[self.last[rows_U] == K.PINNED]] = int(self.counts[STEPS])
 
@@ -313,7 +302,7 @@ class KeyTable:
         for field in (STEPS, BARRIER):
             self.counts[field] = max(0, int(self.counts[field]) - base)
         if self.clock is not None:
-            self.clock.view(2, -1)[1] -= base
+            self.clock[1] -= base
 
     def note_moved(self, *rows: Tensor) -> None:
         """Record that these rows have other ids now, for the next publish."""
@@ -329,55 +318,24 @@ class KeyTable:
 
     def read_rows(self, rows_K: Tensor) -> MovedIds:
         """The ids of rows."""
-        here_K = rows_K - self.rules.first
+        here_K = self.places.of(rows_K) - self.rules.first
         return MovedIds(rows_K, self.keys[here_K], as_bytes(self.tags)[here_K] != 0)
 
     def put(self, moved: MovedIds) -> None:
         """Give rows to ids as another table did, without counts."""
-        here_K, tags_K = moved.rows_K - self.rules.first, _tags(hash_ids(moved.ids_K, self.rules.key))
+        here_K, tags_K = self.places.of(moved.rows_K) - self.rules.first, tags_of(hash_ids(moved.ids_K, self.rules.key))
         self.keys[here_K] = moved.ids_K
         as_bytes(self.tags)[here_K] = torch.where(moved.used_K, tags_K, 0)
 
     def fits(self, moved: MovedIds) -> bool:
         """Whether rows are rows of ids, and each id lies in its bucket."""
         bucket_K = bucket_of(hash_ids(moved.ids_K, self.rules.key), self.rules.rows)
-        right_K = ~moved.used_K | (bucket_K == moved.rows_K // K.BUCKET)
+        right_K = ~moved.used_K | (bucket_K == self.places.of(moved.rows_K) // K.BUCKET)
         return bool((right_K & (moved.rows_K >= 0) & (moved.rows_K < self.rules.rows)).all())
 
     def shared_rows(self, ids_N: Tensor) -> Tensor:
         """The rows that ids without their own read."""
         return self.rules.rows + reduce_to(hash_ids(ids_N, self.rules.key), self.rules.shared)
-
-    def take_over(self, saved: KeyTable) -> Tensor:
-        """Become a saved table of another size: the new row of each of its rows, shared ones included, or -1 if dropped.
-
-        Where a bucket has fewer rows than ids, the coldest are dropped. Ids that wait for a row are counted anew.
-        """
-        own, rows_K = self.rules.rows, saved.occupied()
-        ids_K, last_K = saved.keys[rows_K], saved.last[rows_K]
-        hashes_K = hash_ids(ids_K, self.rules.key)
-        heat_K = score(saved.arrays, saved.rules, rows_K, int(saved.counts[STEPS]))
-        heat_K = last_K.long() if self.rules.lru else heat_K
-        order_K = placing_order(hashes_K, torch.where(last_K == K.PINNED, 1 << 40, heat_K), own)
-        bucket_K = bucket_of(hashes_K[order_K], own)
-        begins_K = torch.searchsorted(bucket_K, bucket_K)
-        place_K = K.BUCKET * bucket_K + torch.arange(rows_K.numel()) - begins_K
-        fits_K = (place_K < K.BUCKET * (bucket_K + 1)) & (place_K < own)
-        kept_K, place_K = order_K[fits_K], place_K[fits_K]
-        remap = torch.full((saved.policy.rows,), -1)
-        remap[rows_K[kept_K]] = place_K
-        remap[saved.rules.rows :] = own + torch.arange(saved.policy.others)
-        for tensor in self.arrays:
-            tensor.zero_()
-        self.keys[place_K], self.last[place_K] = ids_K[kept_K], last_K[kept_K]
-        as_bytes(self.tags)[place_K] = _tags(hashes_K[kept_K])
-        as_bytes(self.heat)[place_K] = as_bytes(saved.heat)[rows_K[kept_K]]
-        self.counts.copy_(saved.counts)
-        self.counts[DROPPED] += rows_K.numel() - kept_K.numel()
-        self.counts[WINDOW] = 0
-        if self.clock is not None and saved.clock is not None:
-            self.clock.copy_(saved.clock)
-        return remap
 
     def begin_rows(self, table: TableRows, ids_K: Tensor, rows_K: Tensor) -> None:
         """Begin rows of a table, which new ids have now: first values, no optimizer state, and outside of the cache."""
@@ -389,7 +347,3 @@ class KeyTable:
             return torch.zeros(self.policy.others, dim, dtype=torch.float32, device=self.keys.device)
         shared_S = torch.arange(self.policy.shared)
         return first_values(shared_S, self.rules.key ^ _SHARED_KEY, dim, self.policy.bound).to(self.keys.device)
-
-
-def _tags(hashes_N: Tensor) -> Tensor:
-    return (hashes_N & 255).clamp(min=1).byte()

@@ -28,11 +28,17 @@ class ElasticRows:
     init: float | None = None
     admit_chance: float = 1.0
     max_age: float | None = None
+    grow_from: int | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in (("shared", 0, 1 << 20), ("admit_after", 1, K.MOST), ("half_life", 1, MOST_STEPS)):
             _check_int(name, getattr(self, name), low, high)
         _check_int("rows", self.rows, self.others + 1, 1 << 31, f": {self.others} shared rows, and one for each id")
+        if self.grow_from is not None:
+            _check_int(
+                "grow_from", self.grow_from, self.others + 1, int(self.rows), ": rows at first, of those that it may have"
+            )
+            object.__setattr__(self, "grow_from", int(self.grow_from))
         if self.ttl is not None:
             _check_int("ttl", self.ttl, 1, MOST_STEPS, ", training steps")
         if self.evict not in EVICTIONS:
@@ -61,6 +67,16 @@ class ElasticRows:
         return max(1, self.shared)
 
     @property
+    def grows(self) -> bool:
+        """Whether the table begins with a part of its rows."""
+        return self.grow_from is not None
+
+    @property
+    def open(self) -> int:
+        """Rows of each bucket with which the table begins."""
+        return K.BUCKET if self.grow_from is None else min(K.BUCKET, -(-K.BUCKET * (self.grow_from - self.others) // self.own))
+
+    @property
     def bound(self) -> float:
         """Bound of the first values of rows."""
         return self.own**-0.5 if self.init is None else self.init
@@ -79,13 +95,6 @@ def _check_number(name: str, value: object, most: float, use: str) -> None:
 def refuse_elastic(where: str, way: str, **fields: object) -> NoReturn:
     """Raise for a combination that elastic ids do not have yet."""
     raise BadInput(f"elastic ids do not work {where} yet; {way}, or use IdMap.hashed", parameter="ids", **fields)
-
-
-def refuse_on_gpus(rule: ElasticRows) -> None:
-    """Raise for rules that GPUs do not have yet."""
-    for name, without, way in (("admit_chance", 1.0, "admit_after"), ("max_age", None, "ttl")):
-        if (value := getattr(rule, name)) != without:
-            raise BadInput(f"{name} is {value}, which GPUs do not have yet; use {way}", parameter=name, value=value)
 
 
 def refuse_export(elastic: bool) -> None:

@@ -21,7 +21,7 @@ from .keyed_map import KeyedMap
 class IdMaps:
     """One map for each feature; None leaves ids as they are. Features that keep the same ids share one array."""
 
-    elastic = False  # whether ids come and go, which needs key tables (`nn/id_maps.py`)
+    elastic = False  # whether ids come and go, which needs key tables (`nn/elastic_maps.py`)
 
     def __init__(self, maps: Sequence[IdMap | None], device: torch.device | str) -> None:
         fields: list[list[int]] = []

@@ -19,11 +19,13 @@ from thermocline.kernels.elastic.fields import (
     STEPS,
     GpuBatch,
     GpuMoves,
+    StepRule,
     TableRows,
 )
 
-from .elastic import KeyTable, Moved
-from .elastic_rows import refuse_on_gpus
+from .elastic import KeyTable
+from .growth import PlaceOrder
+from .moved_ids import Moved
 
 _REBASE = 1 << 20  # steps between two looks at their number
 T = TypeVar("T")
@@ -33,14 +35,29 @@ def look_up(keys: KeyTable, batch: GpuBatch, kind: int) -> GpuMoves | None:
     """Write the rows of ids into the batch; in steps, the ids that came. Evicted ids that are reported expire before."""
     if kind < STEP:
         keys.kernels.find_rows(keys.arrays, keys.rules, keys.counts, batch, kind)
+        _write_rows(keys.places, batch)
         return None
-    refuse_on_gpus(keys.policy)
+    keys.check_clock()
     keys.gpu_steps += 1
     if keys.gpu_steps % _REBASE == 0:
         keys.rebase()
-    rule = (keys.policy.admit_after, None if keys.on_evict else keys.policy.ttl, keys.sweep)
-    moves: GpuMoves = keys.kernels.step(keys.arrays, keys.rules, keys.counts, batch, *rule, kind == PROTECTED_STEP)
-    return moves
+    policy = keys.policy
+    rule = StepRule(policy.admit_after, policy.admit_chance, None if keys.on_evict else policy.ttl, keys.sweep, policy.grows)
+    moves: GpuMoves = keys.kernels.step(keys.arrays, keys.rules, keys.counts, keys.open, batch, rule, kind == PROTECTED_STEP)
+    _write_rows(keys.places, batch)
+    return moves._replace(rows_C=keys.places.rows(moves.rows_C))
+
+
+def _write_rows(places: PlaceOrder, batch: GpuBatch) -> None:
+    """Replace the places of ids in a batch by rows, without a wait."""
+    if not places.buckets:
+        return
+    rows_N = places.rows(batch.rows_N - batch.first) + batch.first
+    if (features := batch.users_F.numel()) > 1 and rows_N.numel():
+        sizes = batch.offsets[:: (batch.offsets.numel() - 1) // features].diff()
+        mine_N = batch.users_F.repeat_interleave(sizes, output_size=rows_N.numel())
+        rows_N = torch.where(mine_N != 0, rows_N, batch.rows_N)
+    batch.rows_N.copy_(rows_N)
 
 
 def rows_of(keys: KeyTable, ids_N: Tensor) -> Tensor:
@@ -63,7 +80,7 @@ def expire_next(keys: KeyTable, protect: bool) -> Moved:
     left_E = keys.expire(step + 1, barrier if protect else step + 1).to(keys.keys.device)
     for field in (EVICTED, EXPIRED):
         keys.counts[field] += left_E.numel()
-    return Moved(keys.keys[:0], keys.keys[:0], keys.keys[left_E], left_E)
+    return Moved(keys.keys[:0], keys.keys[:0], keys.keys[left_E], keys.places.rows(left_E))
 
 
 def known_moves(expired: Moved, moves: GpuMoves) -> Moved:
@@ -81,10 +98,11 @@ def on_cpu(keys: KeyTable, change: Callable[[KeyTable], T]) -> T:
         return change(keys)
     host = copy.copy(keys)
     host.moved = None if keys.moved is None else []
-    for name, tensor in keys.tensors().items():
+    moved = {name: tensor for name, tensor in keys.tensors().items() if name != "clock"}
+    for name, tensor in moved.items():
         setattr(host, name, tensor.cpu())
     result = change(host)
-    for name, tensor in keys.tensors().items():
+    for name, tensor in moved.items():
         tensor.copy_(getattr(host, name))
     keys.note_moved(*(host.moved or ()))
     return result

@@ -131,7 +131,7 @@ class IdMap:
     def elastic(
         cls, rows: int, *, admit_after: int = 1, shared: int = 16, evict: str = "lfu", half_life: int = 100,
         ttl: int | None = None, salt: int = 0, init: float | None = None, admit_chance: float = 1.0,
-        max_age: float | None = None,
+        max_age: float | None = None, grow_from: int | None = None,
     ) -> IdMap:  # fmt: skip
         """Let ids come and go: a module gives rows to ids while it trains, and takes them from cold ones when they run out.
 
@@ -139,7 +139,7 @@ class IdMap:
         In eval() nothing comes or goes. A *step* is a forward in train().
 
         Args:
-            rows: rows of the table, `shared` ones included.
+            rows: rows of the table, `shared` ones included; with `grow_from`, those that it may have in the end.
             admit_after: lookups after which an id gets a row of its own, 1 to 255; estimated in bounded memory, never too low.
             shared: rows at the end of the table for all other ids. With 0 these read zeros, from one row, and train nothing.
             evict: which row of a full bucket goes: "lfu", with counts that halve every `half_life` steps, or "lru".
@@ -149,11 +149,13 @@ class IdMap:
             init: the rows of new ids are uniform in [-init, init), by id and salt; default: 1 / sqrt(rows for ids).
             admit_chance: chance of each lookup to admit its id, beside `admit_after`; drawn by id, step and salt.
             max_age: time without a lookup after which an id loses its row, in the log's own time: `elastic().advance(now)`.
+            grow_from: rows at first; the table grows whenever ids have three quarters of its rows. By default it has all rows.
 
         Raises:
             BadInput: an argument has a wrong type or value; `error.parameter` names it.
         """
-        return cls(ElasticRows(rows, admit_after, shared, evict, half_life, ttl, salt, init, admit_chance, max_age))
+        rule = ElasticRows(rows, admit_after, shared, evict, half_life, ttl, salt, init, admit_chance, max_age, grow_from)
+        return cls(rule)
 
     def prune(self, kept: KeptIds | Tensor | NDArray[Any] | Iterable[int], fallback: int = 1, salt: int = 0) -> IdMap:
         """Apply this map, then `pruned`."""

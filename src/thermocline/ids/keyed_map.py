@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .elastic import KeyTable, MovedIds
+from .elastic import KeyTable
 from .elastic_rows import ElasticRows
 from .gpu_keys import rows_of
 from .idmap import IdMap, SaltedHash
+from .moved_ids import MovedIds
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ that CUDA graphs of torch.compile would copy, so they are tagged to stay outside
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -155,18 +156,42 @@ class _WithBackward(torch.autograd.Function):
             found_N = (
                 D.weight_gradient(rows, call, grad) if eager else traced(*_flat(rows), ids_N, offsets, grad, spec, padding)
             )
-            weights_grad = found_N.to(weights_N.dtype)
-        if ctx.optimizer is None or (ctx.opened is not None and ctx.opened.collects(call, winners, grad, eager)):
+            weights_grad = once(found_N.to(weights_N.dtype), grad)
+        if ctx.optimizer is None or (eager and not is_for_rows(ctx.next_functions[-1][0])):
+            return weights_grad, None, None
+        if ctx.opened is not None and ctx.opened.collects(call, winners, grad, eager):
             return weights_grad, None, None
         if owner:
             _OPS.hand_over.default(ctx.optimizer.clock, *call[:3], winners, grad, call.mode, owner, padding)
         elif eager:
-            D.update_bags(rows, ctx.optimizer, call, winners, grad)
+            with nullcontext() if ctx.opened is None else ctx.opened.lock:
+                D.update_bags(rows, ctx.optimizer, call, winners, grad)
         else:
             states, hyper, clock, kind, stochastic = ctx.optimizer
             how = (spec, call.mode, kind, stochastic)
             _OPS.update_bags.default(*_flat(rows), list(states), hyper, clock, *call[:3], winners, grad, *how)
         return weights_grad, None, None
+
+
+def is_for_rows(tie: Any) -> bool:
+    """Whether the pass that runs has the gradients of rows: not `autograd.grad`, nor `backward(inputs=...)` without them.
+
+    Args:
+        tie: the node in the graph that accumulates the gradient of the placeholder.
+    """
+    try:
+        return torch._C._will_engine_execute_node(tie)
+    except RuntimeError:  # autograd.grad with respect to the placeholder
+        return False
+
+
+def once(gradient: Tensor, grad: Tensor) -> Tensor:
+    """A gradient that kernels computed. Its own backward raises, where it would leave `grad` out without a word."""
+    if not (torch.is_grad_enabled() and grad.requires_grad):
+        return gradient
+    refuse = torch._C._functions.DelayedError(b"the gradient of per_sample_weights cannot be differentiated again", 1)
+    refused: Tensor = refuse(gradient.detach().requires_grad_())
+    return refused
 
 
 def without_padding(call: LookupCall, padding: int) -> tuple[Tensor, LookupCall]:

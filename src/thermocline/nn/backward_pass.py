@@ -6,6 +6,7 @@ of the autograd engine applies them at the end of the pass. The engine owns the 
 gradients: a pass that raises leaves nothing behind.
 
 A reentrant checkpoint looks up again in the pass of the user and runs a pass inside it. Its lookups belong to the outer pass.
+They were made without a graph before, so after such lookups (`placeholder.unseen`) a pass updates rows at its end.
 Compiled lookups run no Python in backward, so that each of them is a step.
 """
 
@@ -22,12 +23,15 @@ from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.kernels import sum_row_gradients, update_bags
 from thermocline.kernels.arguments import LookupCall
+from thermocline.kernels.ops import is_for_rows
 from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.arena import Arena
 
 from .placeholder import PendingGradients
 
 if TYPE_CHECKING:
+    from threading import RLock
+
     from .optimizer import Trained
 
 MOST_DENSE_BYTES = 1 << 30  # of the gradient of `weight`
@@ -44,6 +48,11 @@ class UpdateOnce:
     def __init__(self, trained: Trained) -> None:
         self.trained, self.done = trained, False
         self.within = current_pass()  # activation checkpointing looks up again inside of a backward pass
+
+    @property
+    def lock(self) -> RLock:
+        """Held while rows change."""
+        return self.trained.placeholder.lock
 
     def begin(self) -> int:
         """Raise if the pass may not update rows; returns the pass that they are updated in."""
@@ -84,7 +93,7 @@ class OpenLookup(UpdateOnce):
         task, arena, placeholder = self.begin(), self.trained.arena, self.trained.placeholder
         if arena.tracks_writes:
             arena.before_write(arena_rows(arena.layout, call.ids_N, call.offsets))
-        if not eager or (len(placeholder.open) == 1 and task not in placeholder.passes):
+        if not eager or not placeholder.collects(task, self):
             placeholder.begin_update(task)
             self.close()
             return False
@@ -198,7 +207,8 @@ class CollectedGradients:
         for stream in others:
             torch.cuda.current_stream(arena.device).wait_stream(stream)
         if self._dense_RD is None and (len(arena.features) == 1 or len(self._lookups) == 1):
-            update_bags(arena.arrays, trained.trainer.arrays, *_as_one(self._lookups))
+            with trained.placeholder.lock:
+                update_bags(arena.arrays, trained.trainer.arrays, *_as_one(self._lookups))
         else:
             parts = [pending_of(arena, *lookup) for lookup in self._lookups]
             parts += [] if self._dense_RD is None else [_nonzero_rows(arena, self._dense_RD)]
@@ -217,13 +227,14 @@ class _WeightRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Any, ...]:
-        ctx.read.add(grad_RD)
+        if is_for_rows(ctx.next_functions[0][0]):
+            ctx.read.add(grad_RD)
         return None, None, None
 
 
 def trained_weight(trained: Trained, values_RD: Tensor) -> Tensor:
     """A copy of all rows whose gradient updates them."""
-    return _WeightRead.apply(trained.trainer.placeholder, OpenWeight(trained), (values_RD,))  # type: ignore[no-any-return, no-untyped-call]
+    return _WeightRead.apply(trained.placeholder, OpenWeight(trained), (values_RD,))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def is_captured(device: torch.device) -> bool:

@@ -23,8 +23,8 @@ from thermocline.kernels.checks import raise_bad_offsets
 from thermocline.rows.table_spec import check_sizes
 
 from .config import UNCACHED, RowConfig, TableRequest, TorchArguments, cache_share, check_rows, read_torch_arguments
+from .elastic_maps import maps_for
 from .heat_profile import counts_of_table
-from .id_maps import FeatureMaps
 from .inputs import Given, JaggedIds, Pooled, Unpooled, read_features, tensors_of
 from .precision_tiers import Precision, Tiers
 from .prefetch import PrefetchedInput, PrefetchRequest
@@ -187,7 +187,7 @@ class EmbeddingCollection(RowsModule):
         maps = [tables[index].map_of(feature) for feature, index in features]
         counts = [tables[index].rows for _, index in features]
         owners = [index for _, index in features]
-        self.maps = FeatureMaps.needed(self.features, maps, counts, self.arena.device, owners)
+        self.maps = maps_for(self.features, maps, counts, self.arena.device, owners)
         self.arena.cache_small_tables([[part for part in t.parts if not self._elastic(n, part)] for n, t in enumerate(tables)])
         self.reset_parameters()
 

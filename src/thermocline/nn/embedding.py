@@ -23,8 +23,8 @@ from thermocline.rows.training import lookup
 
 from .backward_pass import refuse_capture, trained_weight
 from .config import AUTO, DEFAULT_CACHE, RowConfig, TableRequest, TorchArguments, check_rows, read_torch_arguments
+from .elastic_maps import maps_for
 from .heat_profile import Heat, counts_of_one, read_heat
-from .id_maps import FeatureMaps
 from .inputs import check_integers, check_is_tensor, read_jagged
 from .prefetch import PrefetchedInput, PrefetchRequest
 from .read_only import ReadOnlyWeight, refuse_assignment
@@ -54,7 +54,7 @@ class _SingleTable(RowsModule):
         self.num_embeddings, self.embedding_dim = shape
         self.padding_idx = padding_idx if ids is not None and ids.is_elastic else _row_of_padding(padding_idx, shape[0])
         self.ids = IdMap.identity(shape[0]) if ids is None else ids
-        self.maps = FeatureMaps.needed(["input"], [ids], [shape[0]], self.arena.device)
+        self.maps = maps_for(["input"], [ids], [shape[0]], self.arena.device)
         self.reset_parameters()
 
     @classmethod

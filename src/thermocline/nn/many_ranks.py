@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.nn.parallel.distributed import DistributedDataParallel
 
 from thermocline.errors import BadInput
 
@@ -23,7 +24,10 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def refuse_ddp() -> NoReturn:
+def refuse_ddp() -> None:
+    """Raise within the forward of DistributedDataParallel."""
+    if DistributedDataParallel._active_ddp_module is None:
+        return
     raise BadInput(
         "each rank updates rows from its own batch, so copies under DistributedDataParallel would diverge; wrap only the dense "
         f"part of the model, and {_WAY}",

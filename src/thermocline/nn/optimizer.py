@@ -14,6 +14,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from thermocline import formats as F
@@ -22,7 +23,7 @@ from thermocline.kernels import update_bags, update_rows, weight_gradient
 from thermocline.kernels.arguments import LookupCall, OptimizerArrays
 from thermocline.kernels.checks import check_arrays, check_lookup
 from thermocline.kernels.dispatch import implementation_for
-from thermocline.kernels.ops import register_owner
+from thermocline.kernels.ops import is_for_rows, once, register_owner
 from thermocline.kernels.stage.reference import arena_rows
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer
@@ -113,7 +114,8 @@ class Trained:
         arena = self.arena
         arena.before_write(pending.rows_U)
         seen_N = pending.seen_N.sort()[0] if arena.cache else None
-        update_rows(arena.arrays, self.trainer.arrays, pending.rows_U, pending.grads_UW, seen_N)
+        with self.placeholder.lock:
+            update_rows(arena.arrays, self.trainer.arrays, pending.rows_U, pending.grads_UW, seen_N)
 
     def replace(self, arena: Arena, trainer: Trainer) -> None:
         """Train other rows from now on; optimizers that have the placeholder stay valid."""
@@ -125,7 +127,7 @@ class Trained:
         if torch.compiler._is_exporting_flag:  # is_exporting() is True in every graph that torch < 2.13 traces
             return None, None, ""
         token = self.arena.untrained_placeholder  # stands for what `hand_over` changes, which keeps it in the graph
-        return OptimizerArrays((), token, token, F.SGD, False), self.trainer.placeholder, self.owner
+        return OptimizerArrays((), token, token, F.SGD, False), self.placeholder, self.owner
 
     def open(self) -> None:
         if not self.independent and (count := ranks()) > 1:
@@ -136,10 +138,12 @@ class Trained:
         """Take the gradient of a compiled lookup: update rows at once or, if there are other reads, at the end of the pass."""
         arena, placeholder, task = self.arena, self.placeholder, current_pass()
         self._compiled_reads = max(0, self._compiled_reads - 1)
+        if task >= 0 and not is_for_rows(get_gradient_edge(placeholder).node):
+            return
         if placeholder.update == "step":
             placeholder.accumulate(pending_of(arena, call, winners, grad))
             return
-        if task >= 0 and (self._compiled_reads or placeholder.open or task in placeholder.passes):
+        if task >= 0 and (self._compiled_reads or placeholder.collects(task)):
             ids_N, offsets, winners, grad = (tensor.clone() for tensor in (call.ids_N, call.offsets, winners, grad))
             weights_N = None if call.weights_N is None else call.weights_N.clone()
             OpenLookup(self).collects(LookupCall(ids_N, offsets, weights_N, call.mode), winners, grad, eager=True)
@@ -147,7 +151,8 @@ class Trained:
         if arena.tracks_writes:
             arena.before_write(arena_rows(arena.layout, call.ids_N, call.offsets))
         placeholder.begin_update(task)
-        update_bags(arena.arrays, self.trainer.arrays, call, winners, grad)
+        with placeholder.lock:
+            update_bags(arena.arrays, self.trainer.arrays, call, winners, grad)
 
     def forget(self) -> None:
         self.placeholder.end_step(stepped=False)
@@ -233,15 +238,17 @@ class _WithDeferredBackward(torch.autograd.Function):
         arena, grad, weights_grad = ctx.arena, grad.contiguous(), None
         call = LookupCall(ids_N, offsets, weights_N, ctx.mode)
         if ctx.needs_input_grad[1]:
-            weights_grad = weight_gradient(arena.arrays, call, grad).to(weights_N.dtype)
+            weights_grad = once(weight_gradient(arena.arrays, call, grad).to(weights_N.dtype), grad)
+        if not is_for_rows(ctx.next_functions[0][0]):
+            return None, weights_grad, None
         if ctx.opened is not None:
             ctx.opened.close()
         ctx.placeholder.accumulate(pending_of(arena, call, winners, grad))
         return None, weights_grad, None
 
 
-def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, placeholder: PlaceholderParameter) -> Tensor:
-    """A lookup whose gradients are added to `placeholder`. `tie` is a leaf that requires grad."""
+def deferred_lookup(arena: Arena, call: LookupCall, placeholder: PlaceholderParameter) -> Tensor:
+    """A lookup whose gradients are added to `placeholder`."""
     weights_N = call.weights_N
     if weights_N is not None:
         call = call._replace(weights_N=weights_N.detach())
@@ -249,4 +256,4 @@ def deferred_lookup(arena: Arena, call: LookupCall, tie: Tensor, placeholder: Pl
     check_arrays(rows)
     check_lookup(rows.layout, call)
     out, winners = implementation_for("gather", rows.meta).gather_pool(rows, call)
-    return _WithDeferredBackward.apply(tie, weights_N, (arena, placeholder, call, out, winners))  # type: ignore[no-any-return, no-untyped-call]
+    return _WithDeferredBackward.apply(placeholder, weights_N, (arena, placeholder, call, out, winners))  # type: ignore[no-any-return, no-untyped-call]

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ReferenceType, WeakValueDictionary
 
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext, detect_fake_mode
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from thermocline._lazy import uncompiled
 from thermocline.errors import BadInput
 
 from .read_only import DetachedPlaceholder, ReadOnlyTensor
@@ -159,7 +162,9 @@ class PlaceholderParameter(nn.Parameter):
     open: set[int]  # reads of the rows whose backward may still run, by id()
     passes: WeakValueDictionary[int, CollectedGradients]  # backward passes that update rows at their end
     trained: ReferenceType[Trained] | None  # the rows
+    lock: RLock  # held while rows change: threads may train one module
     has_fused_optimizer: bool
+    unseen: bool  # whether rows were looked up without a graph since their last update
     told: bool  # whether a weight decay that leaves out the rows was warned of
     skipped: bool  # whether an optimizer of torch has stepped while gradients waited for the fused optimizer
 
@@ -167,12 +172,12 @@ class PlaceholderParameter(nn.Parameter):
         cls, update: str, data: Tensor, requires_grad: bool = True, pending: PendingGradients | None = None
     ) -> PlaceholderParameter:
         self: PlaceholderParameter = torch.Tensor._make_subclass(cls, data, True)
-        self.register_hook(_warn_of_norms)  # type: ignore[no-untyped-call]
+        nn.Parameter.register_hook(self, _warn_of_norms)
         self.requires_grad_(requires_grad)
         self.update, self.pending, self.stepped, self.last_pass = update, pending, False, -1
-        self.hidden = self.has_fused_optimizer = self.skipped = self.told = False
+        self.hidden = self.has_fused_optimizer = self.skipped = self.told = self.unseen = False
         self.trained = None
-        self.updates, self.open, self.passes = 0, set(), WeakValueDictionary()
+        self.updates, self.open, self.passes, self.lock = 0, set(), WeakValueDictionary(), RLock()
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -210,6 +215,16 @@ class PlaceholderParameter(nn.Parameter):
         else:
             self.pending.grads_UW = grads_UW.as_subclass(Tensor)
 
+    def register_hook(self, hook: Any) -> Any:
+        """Warn, and leave the hook out: autograd computes no gradient of a placeholder."""
+        warnings.warn(
+            "a hook on the gradient of a table's placeholder never runs, because kernels sum the gradients of rows: with "
+            "update='step' change placeholder.grad after backward, or put the hook on the output of the module", stacklevel=2,
+        )  # fmt: skip
+        return torch.utils.hooks.RemovableHandle(OrderedDict())
+
+    register_post_accumulate_grad_hook = register_hook
+
     def detach(self) -> Tensor:
         plain = self.data
         return plain.as_subclass(DetachedPlaceholder) if self.requires_grad and type(plain) is Tensor else plain
@@ -229,12 +244,28 @@ class PlaceholderParameter(nn.Parameter):
     def begin_update(self, task: int) -> None:
         """Mark that a backward pass updates rows."""
         self.check_pass(task)
-        self.last_pass, self.updates = task, self.updates + 1
+        self.last_pass, self.updates, self.unseen = task, self.updates + 1, False
+
+    def read_by(self, given: Any) -> bool:
+        """Note a read of the rows by a module that has `given` for this placeholder; returns whether it may train them."""
+        self.unseen |= not torch.is_grad_enabled()  # a reentrant checkpoint reads them again within a backward pass
+        if given is not self and torch.is_grad_enabled() and given.requires_grad:
+            raise BadInput(
+                "torch.func.functional_call cannot replace the rows of a module, which are no parameter: leave its placeholder "
+                "out of the parameters to train the rows of the module, or give a detached one to train none",
+                parameter="placeholder", tool="torch.func.functional_call",
+            )  # fmt: skip
+        return given is self
+
+    def collects(self, task: int, read: object = None) -> bool:
+        """Whether a pass keeps gradients until its end, because it may read rows again: other reads than `read` are open."""
+        return self.unseen or task in self.passes or len(self.open) > (read is not None)
 
     def accumulate(self, new: PendingGradients) -> None:
         """Add gradients of distinct rows to those that are pending."""
-        self.hidden = False  # a step that raised would leave it set
-        self.pending = new if self.pending is None else self.pending.plus(new)
+        with self.lock:
+            self.hidden = False  # a step that raised would leave it set
+            self.pending = new if self.pending is None else self.pending.plus(new)
 
     def skip_step(self) -> None:
         """Hide the gradient from the step of an optimizer of torch."""
@@ -260,8 +291,10 @@ class PlaceholderParameter(nn.Parameter):
         return PlaceholderParameter, (self.update, self.data, self.requires_grad, self.pending)
 
 
-def _warn_of_norms(gradient: Tensor) -> None:
+def _warn_of_norms(gradient: Tensor | None) -> None:
     """A hook on the gradient of a placeholder, which a loss has only if it computes with `parameters()`."""
+    if gradient is None:  # of a lookup
+        return
     warnings.warn(
         "the loss computes with the placeholder parameter of a table, which is zero: a norm over model.parameters() leaves "
         "rows out. Use weight_decay of the table's optimizer, or add the norm of module.weight", stacklevel=2,
@@ -324,5 +357,6 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             trained.step_with(optimizer, group)
 
 
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+# Compiled steps call them outside of graphs, where the gradients that a graph has seen are hidden.
+register_optimizer_step_pre_hook(uncompiled(_before_step))
+register_optimizer_step_post_hook(uncompiled(_after_step))

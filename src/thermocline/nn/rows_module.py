@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import DistributedDataParallel
 
 from thermocline import formats as F
 from thermocline._lazy import uncompiled
@@ -44,8 +43,9 @@ from thermocline.rows.training import Trainer
 from .backward_pass import OpenLookup, OpenRows
 from .config import RowConfig, TableRequest, arena_text, make_arena
 from .device_moves import as_integers, check_keeps, materialize, move_tensors
+from .elastic_maps import ElasticIds, elastic_ids
 from .heat_profile import heat_of
-from .id_maps import ElasticIds, FeatureMaps, elastic_ids
+from .id_maps import FeatureMaps
 from .inputs import Given, check_integers, check_is_tensor, is_transformed, refuse_torchscript, refuse_transforms
 from .many_ranks import check_placeholder, ranks, refuse_ddp, refuse_unsharded
 from .optimizer import FusedOptimizer, Trained, deferred_lookup
@@ -104,8 +104,11 @@ class RowsModule(nn.Module):
 
     def _trains(self) -> bool:
         """Whether the backward of what is read now updates rows."""
-        trains = torch.is_grad_enabled() and self.trained.placeholder.requires_grad
-        if trains and DistributedDataParallel._active_ddp_module is not None:
+        placeholder = self.trained.placeholder
+        if not torch.compiler.is_compiling() and not placeholder.read_by(self._parameters["placeholder"]):
+            return False
+        trains = torch.is_grad_enabled() and placeholder.requires_grad
+        if trains:
             refuse_ddp()
         if trains and not self.rows.independent and (count := ranks()) > 1:
             if not self.training:  # an evaluation without no_grad: rows stay as they are
@@ -137,11 +140,11 @@ class RowsModule(nn.Module):
             elif torch.compiler.is_compiling():
                 out = ops.lookup(arena.arrays, call, *self.trained.in_graph(), padding)
             elif self.rows.update == "step":
-                out = deferred_lookup(arena, call, trainer.placeholder, self.trained.placeholder)
+                out = deferred_lookup(arena, call, self.trained.placeholder)
                 if elastic:
                     out.grad_fn.opened = OpenRows(self.trained)  # type: ignore[union-attr]
             else:
-                out = ops.lookup(arena.arrays, call, trainer.arrays, trainer.placeholder)
+                out = ops.lookup(arena.arrays, call, trainer.arrays, self.trained.placeholder)
                 out.grad_fn.opened = OpenLookup(self.trained)  # type: ignore[union-attr]
         except IdOutOfRange as error:
             if maps is None:
@@ -250,7 +253,7 @@ class RowsModule(nn.Module):
         """Bytes of rows, cache, id maps and optimizer state: `.total`, `.parts`, and `.ratio` to fp32 rows."""
         memory = self.arena.memory(self.trainer.states)
         if self.maps is not None:
-            memory.parts["maps"] += self.maps.bytes
+            self.maps.count_bytes(memory, self)
         return memory
 
     def flush(self) -> None:
@@ -277,6 +280,8 @@ class RowsModule(nn.Module):
         if tuple(values_RD.shape) != (count, spec.dim):
             message = f"values are {tuple(values_RD.shape)}; use {(count, spec.dim)}"
             raise BadInput(message, parameter="values", value=tuple(values_RD.shape), needed=(count, spec.dim))
+        if self.maps is not None:
+            self.maps.check_zeros(table, ids_N, values_RD)
         for first, last in blocks(count):
             rows_N = torch.arange(first, last, device=device) if ids_N is None else ids_N[first:last].to(device).long()
             self.arena.write(table, rows_N, values_RD[first:last].detach().to(device, torch.float32))

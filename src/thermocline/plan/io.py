@@ -8,13 +8,12 @@ YAML is read as version 1.2: `no` and `on` are strings (tables have such names),
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import math
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from thermocline.errors import FormatError, read_bytes
+from thermocline.errors import FormatError, did_you_mean, read_bytes
 
 Location = tuple[str | int, ...]
 Problems = Iterator[tuple[Location, str]]
@@ -115,12 +114,6 @@ def read_data(
         parameter=_field(problems[0][0]),
         problems=tuple((_field(location), _line(tree, location)) for location, _ in problems),
     )
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint at the nearest known name, or ""."""
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 # -- text to data -----------------------------------------------------------------------------------------------------------

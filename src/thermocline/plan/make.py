@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from thermocline import formats as F
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 
 from .cost.heat_input import AccessStats, HeatInput, id_stats_of
-from .cost.memory import RowPrecision, id_bytes, state_bytes
+from .cost.memory import RowPrecision, code_bytes, id_bytes, state_bytes
 from .cost.step_cost import Cluster
 from .cost.step_work import FINE_TABLES, TableWork, Workload, rotation_bytes
 from .model import Goal, Lever, Plan, Sensitivity, Suggestion
@@ -31,7 +30,7 @@ from .tables import TableConfig, TablesConfig
 from .topology import BACKENDS, Backend, Topology
 from .units import read_bytes, read_share, show_bytes
 
-GOALS, GRADIENTS = ("train", "serve"), ("fp32", "bf16")
+GOALS, GRADIENTS = ("train", "serve"), ("fp32", "bf16", "int8")
 GIB = 1 << 30
 NO_LEVERS = ReductionOptions()
 # Levers whose effect a plan reports if they were not requested.
@@ -71,13 +70,14 @@ def make_plan(
         budget: Bytes per GPU that tables may fill, as a number or as "40GiB", or a share of the memory of the largest GPU as
             "1/2"; smaller GPUs hold what they can. Default: all GPU memory of the topology.
         goal: "train" plans training steps. "serve" plans requests: rows are not updated, so replicas need no sync.
-        gradients: Precision of gradients on the wire, "fp32" or "bf16".
+        gradients: Precision of gradients on the wire, "fp32", "bf16" or "int8".
         shuffled: Samples are trained in random order, so that batches repeat ids less often than the log does.
         prune: No rows for ids seen at most this often.
         hash: Rows by heat within a share of the bytes of all rows (0.125) or within bytes ("20GiB").
         unify: Tables of at most this many rows with equal dimension, pooling and precision become one.
         backend: Backend of torch.distributed, "gloo" or "nccl", in place of that of the topology.
-        sums: Precision of pooled sums on the wire, "fp32" or "bf16". Sums in bf16 are rounded, so results depend on the plan.
+        sums: Precision of pooled sums on the wire, "fp32", "bf16" or "int8". Sums in less than fp32 are rounded, so results
+            depend on the plan.
 
         torchrec: A plan of TorchRec's `EmbeddingShardingPlanner` for these tables and ranks, as one of the candidates.
 
@@ -305,6 +305,9 @@ def read_request(
     topology = read_topology(topology)
     memory = max(gpu.memory for gpu in topology.gpus)
     share = 1.0 if budget is None else read_share(budget)
+    if topology.links.host is None and (named := [table.name for table in tables.tables if table.residency == "host"]):
+        message = f"table {named[0]!r} is to lie in host memory, but the topology has no link to it; add links: host"
+        raise BadInput(message, parameter="residency", table=named[0])
     cap = read_bytes(budget) if share is None else int(share * memory)
     if not 0 < cap <= memory:
         message = (
@@ -324,9 +327,10 @@ def read_request(
     best = tuple(precisions_of(table)[0] for table in reduced.tables)
     gradient = gradients if goal == "train" else None
     request = _choose_precisions(PlanRequest(reducer, options, reduced, topology, room, gradient, best, sums=sums, cap=cap))
-    if request.on_host:
-        named = ", ".join(sorted(request.on_host)[:5]) + (", ..." if len(request.on_host) > 5 else "")
-        notes.append(f"GPU memory is too small: the codes of {len(request.on_host)} tables lie in host memory: {named}")
+    moved = request.on_host - {table.name for table in tables.tables if table.residency == "host"}
+    if moved:
+        some = ", ".join(sorted(moved)[:5]) + (", ..." if len(moved) > 5 else "")
+        notes.append(f"GPU memory is too small: the codes of {len(moved)} tables lie in host memory: {some}")
     return replace(request, notes=tuple(notes))
 
 
@@ -334,10 +338,13 @@ def _choose_precisions(request: PlanRequest) -> PlanRequest:
     """The best precisions at which all tables fit, split row-wise over all ranks."""
     tables, ranks = request.tables.tables, request.topology.world_size
     possible = [precisions_of(table) for table in tables]
+    request = replace(request, on_host=frozenset(table.name for table in tables if table.residency == "host"))
     sizes = []
     for table, precisions, stats in zip(tables, possible, request.stats, strict=True):
         state = state_bytes(table.dim, request.optimizer) + rotation_bytes(ranks)
-        sizes.append([stored_bytes(stats.curve.rows, table.dim, precision, state) / ranks for precision in precisions])
+        rows, host = stats.curve.rows, table.name in request.on_host
+        each = [(stored_bytes(rows, table.dim, p, state), code_bytes(rows, table.dim, p) * host) for p in precisions]
+        sizes.append([(size - codes) / ranks for size, codes in each])
     lookups = [stats.per_sample for stats in request.stats]
     problem = Problem.of(request.workload())
     zero = np.zeros(len(tables), np.int64)
@@ -352,23 +359,23 @@ def _choose_precisions(request: PlanRequest) -> PlanRequest:
 def _tables_on_host(request: PlanRequest, precisions: Sequence[RowPrecision], missing: float) -> frozenset[str]:
     """Tables whose codes go to host memory to free `missing` bytes per GPU: most bytes per lookup first. None if host memory
     is too small as well."""
-    topology, found = request.topology, set()
+    topology, found = request.topology, set(request.on_host)
     if missing <= 0 or topology.links.host is None:
-        return frozenset()
+        return request.on_host
     tables = request.tables.tables
     codes = [
-        F.row_bytes(F.NAMES.index(precision.base), table.dim) * stats.curve.rows
+        code_bytes(stats.curve.rows, table.dim, precision)
         for table, precision, stats in zip(tables, precisions, request.stats, strict=True)
     ]
-    left = float(topology.host.memory * topology.nodes)
+    left = float(topology.host.memory * topology.nodes) - sum(codes[n] for n in range(len(tables)) if tables[n].name in found)
     for n in sorted(range(len(tables)), key=lambda n: -codes[n] / max(request.stats[n].per_sample, 1e-9)):
         if missing <= 0:
             break
-        if codes[n] <= left:
+        if codes[n] <= left and tables[n].residency is None:
             found.add(tables[n].name)
             left -= codes[n]
             missing -= codes[n] / topology.world_size
-    return frozenset(found) if missing <= 0 else frozenset()
+    return frozenset(found) if missing <= 0 else request.on_host
 
 
 # -- planning again --
@@ -376,7 +383,7 @@ def _tables_on_host(request: PlanRequest, precisions: Sequence[RowPrecision], mi
 
 def tables_of_plan(plan: Plan) -> TablesConfig:
     """The tables of a plan as a tables file, with all choices settled; lookups are left to the heat."""
-    same = ("name", "rows", "dim", "pooling", "features", "precision", "cache")
+    same = ("name", "rows", "dim", "pooling", "features", "precision", "cache", "residency")
     tables = tuple(TableConfig(**{field: getattr(table, field) for field in same}) for table in plan.tables)
     return TablesConfig(batch=plan.batch, dense=plan.dense, optimizer=plan.optimizer, tables=tables)
 

@@ -25,6 +25,7 @@ VERSION: Literal[1] = 1
 Goal = Literal["train", "serve"]
 PlacementKind = Literal["tiers", "replicated", "card"]  # `tiers` with rows in tier 3 only is row-wise sharding
 Exchange = Literal["none", "flat", "node"]  # every rank requests the rows it needs, or every node does so once
+WirePrecision = Literal["fp32", "bf16", "int8"]  # of gradients and pooled sums in messages
 PooledBy = Literal["asker", "owner"]  # rows travel and are pooled by the requesting rank, or pooled sums travel
 LinkClass = Literal["card", "host", "node", "cluster"]
 Direction = Literal["ids", "rows", "gradients", "sync"]
@@ -122,7 +123,7 @@ class TablePlan(FileModel):
         tiers: tiers with rows.
         exchange: how ranks exchange rows.
         pooled_by: the side that pools: the rank that looks up, or the owner of the rows.
-        wire_rows: precision of exchanged rows: "int8" as stored, "fp32" for full rows; of sums "fp32" or "bf16".
+        wire_rows: precision of exchanged rows: "int8" as stored, "fp32" for full rows; of sums "fp32", "bf16" or "int8".
         wire_gradients: precision of exchanged gradients.
         levers: reductions of the rows that were applied.
         bytes: bytes by part, all ranks and copies together.
@@ -274,8 +275,8 @@ class Plan(FileModel):
     batch: int
     dense: float
     optimizer: Optimizer
-    gradients: Literal["fp32", "bf16"]
-    sums: Literal["fp32", "bf16"] = "fp32"
+    gradients: WirePrecision
+    sums: WirePrecision = "fp32"
     tables: tuple[TablePlan, ...]
     ranks: tuple[RankPlan, ...] = Field(validation_alias="cards", serialization_alias="cards")
     traffic: tuple[Traffic, ...]

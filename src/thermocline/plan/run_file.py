@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from thermocline.errors import BadInput, write_text
+from thermocline.errors import BadInput, did_you_mean, write_text
 from thermocline.report.numbers import Number
 
 from .fields import Amount, Bytes, Count
-from .io import FileModel, Problems, did_you_mean, read_file
+from .io import FileModel, Problems, read_file
 from .model import DIRECTIONS, LINK_CLASSES, MEMORY_PARTS, STEP_PARTS, Direction, LinkClass, Plan
 from .report.explain import aligned
 from .units import show_bytes, show_seconds

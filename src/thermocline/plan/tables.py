@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from thermocline import formats as F
-from thermocline.errors import BadInput
+from thermocline.errors import BadInput, did_you_mean
 
 from .cost.memory import FLOATS, parse_precision
 from .fields import Count, Lookups, Seconds, Share
-from .io import FileModel, Problems, did_you_mean, read_file
+from .io import FileModel, Problems, read_file
 
 Pooling = Literal["sum", "mean", "max", "none"]
 Optimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
@@ -62,6 +62,9 @@ class TableConfig(FileModel):
     )
     precision: PrecisionField | None = Field(default=None, description="precision of the rows; default: the plan chooses")
     cache: Share | None = Field(default=None, description="share of the rows in fp32 slots, from 0 to 1")
+    residency: Literal["card", "host"] | None = Field(
+        default=None, description="memory of the rows: card (the GPU) or host; default: host if GPUs are too small"
+    )
 
     @property
     def feature_names(self) -> tuple[str, ...]:

@@ -12,10 +12,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from thermocline.errors import BadInput
+from thermocline.errors import BadInput, did_you_mean
 
 from .fields import Bytes, Count, PositiveBytes, Rate, Seconds
-from .io import FileModel, Location, Problems, did_you_mean, read_model, read_text
+from .io import FileModel, Location, Problems, read_model, read_text
 
 Backend = Literal["gloo", "nccl"]
 BACKENDS: tuple[Backend, ...] = ("gloo", "nccl")

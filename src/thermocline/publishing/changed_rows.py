@@ -26,7 +26,7 @@ from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.kernels import dequantize_rows, quantize_rows
 from thermocline.kernels.layout import Cache
 from thermocline.kernels.slots import read_pointed, slots_of
-from thermocline.nn.id_maps import ElasticMaps
+from thermocline.nn.elastic_maps import ElasticMaps
 from thermocline.nn.rows_module import blocks
 from thermocline.rows.arena import Arena
 from thermocline.rows.change_bitmap import UpdateCounts
@@ -52,10 +52,8 @@ class ModuleRows:
 
     def _attach(self) -> None:
         arena = self.arena = self.module.arena
-        before, self.ages = arena.unpublished, RowAges(0)  # `waiting` makes it as large as it must be
         arena.unpublished = self.counts = UpdateCounts(arena.rows, arena.device)
-        if before is not None:
-            self.counts.run, self.counts.number = before.run, before.number
+        self.ages = RowAges(0)  # `waiting` makes it as large as it must be
         self._slots_S = self._slots()
         self._numbers, self._tables = list[Tensor](), list(range(len(arena.tables)))
         if isinstance(self.module, ShardedCollection):
@@ -71,9 +69,7 @@ class ModuleRows:
 
     def detach(self) -> None:
         """Count changes no longer."""
-        if self.arena.unpublished is not self.counts:
-            return  # another publisher counts them
-        self.arena.unpublished = None
+        self.arena.unpublished = self.module.arena.unpublished = None  # a replanned module has another arena
         if self._elastic is not None:
             self._elastic.record_moves(False)
 

@@ -332,7 +332,7 @@ def publish(
         The publisher.
 
     Raises:
-        BadInput: the model has no thermocline module, or an argument is invalid.
+        BadInput: the model has no thermocline module, is published already, or an argument is invalid.
         ThermoclineError: the folder cannot be written.
 
     Example::
@@ -350,6 +350,10 @@ def publish(
     targets = [LinkTarget(*read_address(each), name, PATIENCE_S) for each in addresses]
     secret = read_secret(secret_file) if addresses else b""
     found, ranks = find_modules(model), CheckpointRanks.of(model)
+    if any(each.module.arena.unpublished is not None for each in found):
+        raise BadInput(
+            "a publisher of this model is open; close() it first, or give one publisher several addresses", open=True
+        )
     publisher = Publisher([ModuleRows(each) for each in found], ranks, model, dense)
     try:
         publisher._start(model, Path(folder), targets, secret, interval, rate)

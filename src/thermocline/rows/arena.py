@@ -72,6 +72,7 @@ class Arena:
         self.tables = tuple(tables)
         self.features = tuple(range(len(tables))) if features is None else tuple(features)
         fields, code_bytes, meta_words, self.elements = place(self.tables)
+        self.residency = residency
         on_host = residency == "host" and torch.device(device).type == "cuda"
         self.meta = table_zeros(meta_words, torch.int32, device)
         if on_host:

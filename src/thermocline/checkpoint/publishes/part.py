@@ -24,7 +24,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.errors import BadPublish
-from thermocline.ids.elastic import MovedIds
+from thermocline.ids.moved_ids import MovedIds
 
 from .row_delta import RowDelta
 

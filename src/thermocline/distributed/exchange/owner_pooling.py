@@ -3,7 +3,7 @@
 A *partial sum* is the part of one bag whose rows one rank owns. For tables that a plan has `pooled_by: owner`, rows of tier 3:
 
     ids          requester -> owner     every lookup, bag after bag; ~id marks the first of a partial sum
-    sums         owner -> requester     one per partial sum, in fp32; in bf16 if the plan says so
+    sums         owner -> requester     one per partial sum, in fp32; in bf16 or int8 if the plan says so
     gradients    requester -> owner     the gradient of the bag, one per partial sum
 
 This takes fewer bytes than distinct rows where bags are long and rows seldom repeat. The requester still pools replicated rows,

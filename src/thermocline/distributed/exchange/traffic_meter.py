@@ -7,7 +7,8 @@
 
 Counts that announce message sizes, 4 bytes each, belong to no table (name "", tier 0). A message is what one rank sends to
 another in one exchange, whatever tables it covers. Empty messages do not count; a message with gradients and sync counts as
-gradients. The link class `card` has the bytes of requests that a rank answers itself, as plans count them, and no messages.
+gradients. The link class `card` has the bytes of requests that a rank answers itself, as plans count them, and no messages;
+`host` has the codes that a GPU reads and writes in host memory.
 
 `waited` is the time of exchanges that callers waited for, by direction.
 """
@@ -100,6 +101,11 @@ class TrafficMeter:
             if link != "card" and size:
                 self.bytes_DLK[d, LINK_CLASSES.index(link), -1] += size
                 self.messages_DL[d, LINK_CLASSES.index(link)] += 1
+
+    def add_host(self, read_K: Counts, updated_K: Counts) -> None:
+        """Count bytes over the host link, by part: of rows read for lookups, and of rows updated."""
+        for direction, bytes_K in (("rows", read_K), ("gradients", updated_K)):
+            self.bytes_DLK[DIRECTIONS.index(direction), LINK_CLASSES.index("host"), : len(bytes_K)] += bytes_K
 
     def hold(self, direction: Direction, size: int) -> None:
         """Count the memory of a message, sent and received."""

@@ -56,7 +56,8 @@ def _copy(shard: LocalShard, source: ShardSource, table: int, rows_K: Tensor, k:
     if source.arena.tables[table].precision == shard.row_index.parts[k].precision:
         as_stored_K = ~(in_slots(arena, k, index_K) | in_slots(source.arena, table, rows_K).to(index_K.device))
         for mine, theirs in zip(arena.views(k)[:2], source.arena.views(table)[:2], strict=True):
-            mine[index_K[as_stored_K]] = theirs[rows_K[as_stored_K.to(rows_K.device)]].to(mine.device)
+            from_K = rows_K[as_stored_K.to(rows_K.device)].to(theirs.device)
+            mine[index_K[as_stored_K].to(mine.device)] = theirs[from_K].to(mine.device)
     rest = (~as_stored_K).nonzero()[:, 0]
     if rest.numel():
         arena.write(k, index_K[rest], source.arena.read(table, rows_K[rest.to(rows_K.device)]).to(arena.device))

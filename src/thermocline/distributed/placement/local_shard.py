@@ -25,13 +25,14 @@ from thermocline.errors import BadGradient, ThermoclineError
 from thermocline.kernels import gather_pool, update_rows
 from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.dispatch import implementation_for
-from thermocline.kernels.exchange.fields import CODES, DIM, FORMAT, GRADIENT, META, ROW, ROW_BYTES, WORDS
+from thermocline.kernels.exchange.fields import CODES, COLUMN_BYTES, DIM, FORMAT, GRADIENT, META, ROW, ROW_BYTES, WORDS
 from thermocline.kernels.layout import Cache, Layout, write_spec
 from thermocline.kernels.update.reference import advance
 from thermocline.rows.arena import Arena
 from thermocline.rows.training import Trainer, raise_pending, report_to
 
 from .row_index import RowIndex, RowLocations
+from .table_map import Counts
 
 STORED, FP32_SLOT, INT8_SLOT = range(3)  # kinds of rows
 
@@ -67,17 +68,18 @@ class LocalShard:
         for k, part in enumerate(row_index.parts):
             codes_RB, meta_RW, row, format, dim = arena.views(k)
             at = [each.storage_offset() for each in (codes_RB, meta_RW)]
-            lines.append([codes_RB.shape[1], meta_RW.shape[1], *at, row, dim, format, part.gradient_bytes // dim])
+            lines.append([codes_RB.shape[1], meta_RW.shape[1], *at, row, dim, format, COLUMN_BYTES[part.gradient]])
         self.fields_KF = torch.tensor(lines, dtype=torch.int64, device=row_index.device)
         self.slotted_K = torch.tensor([part.slots > 0 for part in row_index.parts], dtype=torch.bool, device=row_index.device)
         self.cached = any(part.slots for part in row_index.parts)
         in_slots = [self._slot_fields(format) for format in (F.FP32, F.INT8) if self.cached]
         self.wire_KF = torch.cat([self.fields_KF, *in_slots])  # of wire parts
+        self.moved_2K = torch.zeros(2, len(lines), dtype=torch.int64, device=row_index.device)  # rows read, and rows updated
         self.errors: Any = None  # the `ErrorBuffer` of updates, if their errors are read later
         self.kinds = 3 if any(part.int8_slots for part in row_index.parts) else 2  # on any rank
         self._slots_by_tier = {tier: self._slots_of(tier) for tier in (1, 2, 3)}
         self.sums_KF = self.fields_KF.clone()  # of pooled sums, which travel as gradients do
-        self.sums_KF[:, GRADIENT] = torch.tensor([part.sum_bytes // part.dim for part in row_index.parts], dtype=torch.int64)
+        self.sums_KF[:, GRADIENT] = torch.tensor([COLUMN_BYTES[part.sums] for part in row_index.parts], dtype=torch.int64)
         self._pooled = {k: self._part_layout(k) for k, part in enumerate(row_index.parts) if part.owner_pooled}
 
     def local(self, where: RowLocations) -> list[tuple[int, Tensor, Tensor]]:
@@ -127,6 +129,7 @@ class LocalShard:
             pack(values, arena.meta, self.wire_KF, wire_K, slot_N[fp32], offset_N[fp32], message)
             self._pack_int8_slots(cache, where.part_N[int8], slot_N[int8], offset_N[int8], message)
             where, offset_N = where.at(rest), offset_N[rest]
+        self._count_moved(0, where.part_N)
         pack(arena.codes, arena.meta, self.wire_KF, where.part_N, where.index_N, offset_N, message)
 
     def _pack_int8_slots(self, cache: Cache, part_N: Tensor, slot_N: Tensor, offset_N: Tensor, message: Tensor) -> None:
@@ -137,6 +140,17 @@ class LocalShard:
             column = torch.cat([torch.arange(4, 4 + dim), torch.arange(4)]).to(bytes_.device)
             record_KB = bytes_[slot_N[at, None] * 4 * F.int8_slot_words(dim) + column]
             message[offset_N[at, None] + torch.arange(4 + dim, device=bytes_.device)] = record_KB
+
+    def _count_moved(self, how: int, part_N: Tensor) -> None:
+        """Count rows that a GPU reads from host memory (0), or updates there (1)."""
+        if self.arena.residency == "host":
+            self.moved_2K[how].index_add_(0, part_N, torch.ones_like(part_N))
+
+    def take_host_bytes(self) -> tuple[Counts, Counts]:
+        """Bytes over the host link since the last call, by part: of rows read, and of rows read and written by updates."""
+        read_K, updated_K = (self.moved_2K * self.fields_KF[:, ROW_BYTES]).cpu().numpy()
+        self.moved_2K.zero_()
+        return read_K, 2 * updated_K
 
     # -- pooling by owners --------------------------------------------------------------------------------------------------
 
@@ -149,6 +163,7 @@ class LocalShard:
     def pool(self, where: RowLocations, begins_M: Tensor, width: int) -> Tensor:
         """Sums of runs of local rows, each of one part: [runs, width]. `begins_M` flags the first row of each run."""
         arena, part_T = self.arena, where.part_N[begins_M]
+        self._count_moved(0, where.part_N[self.kind(where) == STORED] if self.cached else where.part_N)
         sums_TW = torch.zeros(part_T.numel(), width, dtype=torch.float32, device=part_T.device)
         cache = Cache(*arena.cache) if arena.cache else None
         for k, layout in self._pooled.items():
@@ -174,6 +189,7 @@ class LocalShard:
         where = self.row_index.locate(sums.rows_V)
         at_V = self.fields_KF[:, ROW][where.part_N] + where.index_N
         self.arena.before_write(at_V)
+        self._count_moved(1, where.part_N[self.kind(where) == STORED] if self.cached else where.part_N)
         if not self.cached:
             return self._update(sums, at_V, clock, hyper, 0)
         tier_V = torch.where(self.slotted_K[where.part_N], self.row_index.tier_K[where.part_N], 0)
@@ -230,6 +246,7 @@ class LocalShard:
 
         An update in the background gives its own clock and rates: those of the trainer change while it runs.
         """
+        self.arena.settle()
         found = {"clock and learning rate": _sha256(clocks or [self.trainer.clock, self.trainer.hyper])}
         for k, part in enumerate(self.row_index.parts):
             if part.tier < 3:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from thermocline import formats as F
 from thermocline.kernels.dispatch import implementation_for
+from thermocline.kernels.exchange.fields import COLUMN_BYTES, vector_bytes
 from thermocline.plan.cost.memory import id_bytes
 from thermocline.plan.model import Exchange, TablePlan
 from thermocline.rows.arena import Arena
@@ -40,12 +41,12 @@ class TablePart:
     precision: str
     local_rows: int  # on one rank
     exchange: Exchange
-    gradient: str  # precision of gradients in messages: fp32 or bf16
+    gradient: str  # precision of gradients in messages: fp32, bf16 or int8
     fp32_slots: int = 0  # of the cache, on each rank that holds rows of the part
     int8_slots: int = 0
     is_local: bool = True  # False: a whole table on another rank
     owner_pooled: bool = False  # the owners of rows pool bags (`exchange/owner_pooling.py`)
-    sums: str = "fp32"  # precision of pooled sums in messages: fp32 or bf16
+    sums: str = "fp32"  # precision of pooled sums in messages: fp32, bf16 or int8
 
     @property
     def format(self) -> int:
@@ -66,11 +67,11 @@ class TablePart:
 
     @property
     def gradient_bytes(self) -> int:
-        return self.dim * (4 if self.gradient == "fp32" else 2)
+        return vector_bytes(self.dim, COLUMN_BYTES[self.gradient])
 
     @property
     def sum_bytes(self) -> int:
-        return self.dim * (4 if self.sums == "fp32" else 2)
+        return vector_bytes(self.dim, COLUMN_BYTES[self.sums])
 
 
 class RowLocations(NamedTuple):
@@ -121,7 +122,7 @@ class RowIndex:
     def _parts_of(self, table: int, plan: TablePlan, map: TableMap, rank: int | None) -> list[TablePart]:
         precisions = {tier.tier: tier.precision for tier in plan.tiers}
         elsewhere = None not in (map.owner, rank) and map.owner != rank
-        gradient = "bf16" if plan.wire_gradients == "bf16" else "fp32"
+        gradient = plan.wire_gradients if plan.wire_gradients in COLUMN_BYTES else "fp32"
         found = []
         for tier in (1, 2, 3):
             if rows := map.local_rows(tier):
@@ -130,7 +131,8 @@ class RowIndex:
                 precision, rows = precisions.get(tier, plan.precision), 1 if elsewhere else rows
                 part = TablePart(table, plan.name, tier, plan.dim, precision, rows, exchange, gradient, *slots, not elsewhere)
                 pooled = tier == 3 and plan.pooled_by == "owner"
-                found.append(replace(part, owner_pooled=pooled, sums="bf16" if plan.wire_rows == "bf16" else "fp32"))
+                sums = plan.wire_rows if pooled and plan.wire_rows in COLUMN_BYTES else "fp32"
+                found.append(replace(part, owner_pooled=pooled, sums=sums))
         return found
 
     @property

@@ -108,7 +108,7 @@ class RowMigration:
         """Local rows as stored (codes, meta words, state, and the value if they may be cached): [rows, bytes]."""
         codes_RB, meta_RW, _, _, _ = self.old.arena.views(k)
         parts = [codes_RB, meta_RW, *(_as_matrix(state) for state in self.old.shard.states(k))]
-        found = [each[index_S].view(torch.uint8) for each in parts if each.shape[1]]
+        found = [each[index_S.to(each.device)].to(index_S.device).view(torch.uint8) for each in parts if each.shape[1]]
         if self.old.row_index.parts[k].slots:
             found.append(self.old.arena.read(k, index_S).contiguous().view(torch.uint8))
         return torch.cat(found, dim=1)
@@ -135,7 +135,8 @@ class RowMigration:
             as_stored_K = ~(cached_M[at_K] | in_slots(arena, part, index_K)) & (format == was.format)
             stored_K, rest_K = at_K[as_stored_K], at_K[~as_stored_K]
             if stored_K.numel():
-                codes_RB[index_K[as_stored_K]], meta_RW[index_K[as_stored_K]] = codes_MB[stored_K], meta_MW[stored_K]
+                codes_RB[index_K[as_stored_K].to(codes_RB.device)] = codes_MB[stored_K].to(codes_RB.device)
+                meta_RW[index_K[as_stored_K]] = meta_MW[stored_K]
             if rest_K.numel():
                 arena.write(part, index_K[~as_stored_K], values_MD[rest_K])
             for mine, theirs in zip(self.new.shard.states(part), states, strict=True):

@@ -1,7 +1,7 @@
 """Ids that come and go, on the CPU (definition: `reference.py`).
 
-`find` compares the 64 tags of a bucket at once. Threads share ids in `find` and rows in `touch`; the few ids without a row take
-theirs in one thread, in the order of `placing_order`.
+A lookup compares the 64 tags of a bucket at once. Threads share ids in `find`, and buckets in `look_up`, which also counts; the
+few ids without a row take theirs in one thread, in the order of `placing_order`.
 """
 
 from __future__ import annotations
@@ -32,30 +32,24 @@ from thermocline.kernels.ids import fields as M
 from thermocline.kernels.ids.cpu import hash_id, mix, reduce_to
 from thermocline.kernels.ids.reference import hash_ids
 
-from .fields import BUCKET, CELLS, DEPTH, MOST, KeyArrays, KeyRules, TableRows, slot_shifts
+from . import fields as K
+from .fields import BUCKET, CELLS, CHANCE_KEY, DEPTH, MOST, Admitted, KeyArrays, KeyRules, TableRows, slot_shifts
 from .reference import placing_order
 
 CHUNK = 8192
-AHEAD = 16  # ids by which keys are fetched early, and tags twice as many
-BEGIN_CHUNK = 512  # rows
+BLOCK = 128  # ids whose tags are fetched together
+BEGIN_CHUNK, AHEAD = 512, 4  # rows of a task, and how far ahead they are fetched
 _SCALE, _ONE = np.float32(2.0**-23), np.float32(1.0)
 _GOLDEN = np.uint64(M.GOLDEN)
-_40, _255 = np.uint64(40), np.uint64(255)
+_32, _40, _255 = np.uint64(32), np.uint64(40), np.uint64(255)
 _PINNED = 0xFFFFFFFF
 _NO_ROW = 1 << 50
+_EVERY = torch.tensor(K.chances(1.0), dtype=torch.int64)
 
 
 @helper
 def _tag(hash):
     return np.int64(max(np.uint64(1), hash & _255))
-
-
-@helper
-def _guess(tags, rows, hash):
-    """The first row of an id's bucket with its tag, or -1."""
-    first = reduce_to(hash, rows) // BUCKET * BUCKET
-    same = equal_bytes(tags + first, _tag(hash))
-    return np.int64(-1) if same == 0 else first + lowest_bit(same)
 
 
 @helper
@@ -71,29 +65,6 @@ def _row(keys, tags, rows, id, hash):
     return np.int64(-1)
 
 
-@kernel("int64(" + ", ".join(["int64"] * 10) + ")")
-def _find(keys, tags, rows, shared, key, ids, found, missed, first, last):
-    """Rows of ids `first` to `last` - 1; returns how many have none. Tags are fetched two groups ahead, keys one."""
-    count = np.int64(0)
-    for i in range(first - 2 * AHEAD, last):
-        if i + 2 * AHEAD < last:
-            prefetch(tags + reduce_to(hash_id(get_i64(ids, i + 2 * AHEAD), key), rows) // BUCKET * BUCKET)
-        if i + AHEAD >= first and i + AHEAD < last:
-            guess = _guess(tags, rows, hash_id(get_i64(ids, i + AHEAD), key))
-            put_i64(found, i + AHEAD, guess)
-            prefetch(keys + 8 * guess)
-        if i >= first:
-            row, id = get_i64(found, i), get_i64(ids, i)
-            if row >= 0 and get_i64(keys, row) != id:
-                row = _row(keys, tags, rows, id, hash_id(id, key))
-                put_i64(found, i, row)
-            if row < 0:
-                put_i64(found, i, rows + reduce_to(hash_id(id, key), shared))
-                put_i64(missed, first + count, i)
-                count += 1
-    return count
-
-
 @helper
 def _score(used, lookups, half_life, edge):
     """Heat at a step of which `edge` is the last multiple of `half_life`. Comparisons instead of a division."""
@@ -103,39 +74,57 @@ def _score(used, lookups, half_life, edge):
     return lookups >> halvings
 
 
-@kernel("void(" + ", ".join(["int64"] * 8) + ")")
-def _touch(last, heat, half_life, rows, count, step, low, high):
-    """Count the lookups of rows `low` to `high` - 1."""
-    edge = step // half_life * half_life
-    for i in range(count):
-        if i + AHEAD < count:
-            prefetch(last + 4 * get_i64(rows, i + AHEAD))
-            prefetch(heat + get_i64(rows, i + AHEAD))
-        row = get_i64(rows, i)
-        if row < low or row >= high:
-            continue
-        used = get_u32(last, row)
-        if used == _PINNED:
-            continue
+@helper
+def _count_lookup(last, heat, row, half_life, edge, step):
+    used = get_u32(last, row)
+    if used != _PINNED:
         put_u8(heat, row, min(_score(used, get_u8(heat, row), half_life, edge) + 1, MOST))
         put_u32(last, row, step)
 
 
-@kernel("void(" + ", ".join(["int64"] * 7) + ")")
-def _count(sketch, rows, key, ids, counts, estimates, size):
-    for pass_ in range(2):  # every id reads before any writes
-        for i in range(size):
+@kernel("int64(" + ", ".join(["int64"] * 17) + ")")
+def _look_up(
+    keys, last, tags, heat, rows, shared, key, half_life, step, ids, found, missed, scratch, begin, end, low, high
+):  # fmt: skip
+    """Rows of ids `begin` to `end` - 1 whose buckets are `low` to `high` - 1; with a step, counts their lookups.
+
+    Ids go through in blocks. Tags of all of a block are fetched, then what belongs to their rows. Returns how many have none.
+    """
+    hashes, guesses = scratch + 8 * BLOCK, scratch + 16 * BLOCK
+    count, edge = np.int64(0), step // half_life * half_life
+    for first in range(begin, end, BLOCK):
+        size = np.int64(0)
+        for i in range(first, min(first + BLOCK, end)):
             hash = hash_id(get_i64(ids, i), key)
-            lines = reduce_to(hash, rows) // BUCKET * DEPTH
-            lowest = np.int64(MOST)
-            for line in range(DEPTH):
-                cell = (lines + line) * CELLS + reduce_to(mix(hash + np.uint64(line + 1) * _GOLDEN), CELLS)
-                if pass_ == 0:
-                    lowest = min(lowest, get_u8(sketch, cell))
-                elif get_i64(estimates, i) > get_u8(sketch, cell):
-                    put_u8(sketch, cell, get_i64(estimates, i))
-            if pass_ == 0:
-                put_i64(estimates, i, min(lowest + get_i64(counts, i), MOST))
+            bucket = reduce_to(hash, rows) // BUCKET
+            mine = bucket >= low and bucket < high
+            put_i64(scratch, size, i)
+            put_i64(hashes, size, hash)
+            prefetch(tags + BUCKET * (bucket if mine else low))
+            size += mine
+        for k in range(size):
+            hash = np.uint64(get_i64(hashes, k))
+            home = reduce_to(hash, rows) // BUCKET * BUCKET
+            same = equal_bytes(tags + home, _tag(hash))
+            guess = np.int64(-1) if same == 0 else home + lowest_bit(same)
+            put_i64(guesses, k, guess)
+            prefetch(keys + 8 * guess)
+            if step > 0:
+                prefetch(last + 4 * guess)
+                prefetch(heat + guess)
+        for k in range(size):
+            i, row = get_i64(scratch, k), get_i64(guesses, k)
+            id = get_i64(ids, i)
+            if row >= 0 and get_i64(keys, row) != id:
+                row = _row(keys, tags, rows, id, np.uint64(get_i64(hashes, k)))
+            if row < 0:
+                row = rows + reduce_to(np.uint64(get_i64(hashes, k)), shared)
+                put_i64(missed, count, i)
+                count += 1
+            elif step > 0:
+                _count_lookup(last, heat, row, half_life, edge, step)
+            put_i64(found, i, row)
+    return count
 
 
 @helper
@@ -151,33 +140,136 @@ def _coldest(last, tags, heat, first, end, half_life, lru, edge, barrier):
     return np.int64(-1) if best >= _NO_ROW else first + (best & (BUCKET - 1)), (best >> 38) & MOST
 
 
-@kernel("void(" + ", ".join(["int64"] * 17) + ")")
-def _place(keys, last, tags, heat, rows, key, half_life, lru, ids, lookups, order, step, barrier, found, before, left, size):
+@helper
+def _prefetch_bucket(last, tags, heat, bucket):
+    prefetch(tags + BUCKET * bucket)
+    prefetch(heat + BUCKET * bucket)
+    for line in range(4):
+        prefetch(last + 4 * BUCKET * bucket + 64 * line)
+
+
+@helper
+def _take_row(keys, last, tags, heat, rows, open, half_life, lru, step, barrier, id, hash, lookups):
+    """Give an id a row: (the row or -1, whether another id had it, that id)."""
+    first = reduce_to(hash, rows) // BUCKET * BUCKET
     edge = step // half_life * half_life
+    row, score = _coldest(last, tags, heat, first, min(first + open, rows), half_life, lru, edge, barrier)
+    if row < 0 or score > lookups:
+        return np.int64(-1), False, np.int64(0)
+    left, before = get_u8(tags, row) != 0, get_i64(keys, row)
+    put_i64(keys, row, id)
+    put_u32(last, row, step)
+    put_u8(tags, row, _tag(hash))
+    put_u8(heat, row, lookups)
+    return row, left, before
+
+
+@kernel("void(" + ", ".join(["int64"] * 18) + ")")
+def _place(
+    keys, last, tags, heat, rows, open, half_life, lru, step, barrier, key, ids, lookups, order, found, before, left, size
+):  # fmt: skip
     for i in range(size):
-        if i + 4 < size:
-            later = reduce_to(hash_id(get_i64(ids, get_i64(order, i + 4)), key), rows) // BUCKET * BUCKET
-            prefetch(tags + later)
-            prefetch(heat + later)
-            for line in range(4):
-                prefetch(last + 4 * later + 64 * line)
         at = get_i64(order, i)
-        id, mine = get_i64(ids, at), get_i64(lookups, at)
-        hash = hash_id(id, key)
-        first = reduce_to(hash, rows) // BUCKET * BUCKET
-        row, score = _coldest(last, tags, heat, first, min(first + BUCKET, rows), half_life, lru, edge, barrier)
-        put_i64(found, at, -1)
-        put_u8(left, at, 0)
-        if row < 0 or score > mine:
-            continue
-        if get_u8(tags, row) != 0:
-            put_i64(before, at, get_i64(keys, row))
-            put_u8(left, at, 1)
+        id = get_i64(ids, at)
+        row, had, other = _take_row(
+            keys, last, tags, heat, rows, open, half_life, lru, step, barrier, id, hash_id(id, key), get_i64(lookups, at)
+        )  # fmt: skip
         put_i64(found, at, row)
-        put_i64(keys, row, id)
-        put_u32(last, row, step)
-        put_u8(tags, row, _tag(hash))
-        put_u8(heat, row, mine)
+        put_u8(left, at, had)
+        put_i64(before, at, other if had else 0)
+
+
+@helper
+def _sort(keys, values, spare, size):
+    """Sort a list by unsigned keys, equal ones in their order; `spare` has room for both arrays."""
+    other_keys, other_values, width = spare, spare + 8 * size, 1
+    while width < size:
+        for begin in range(0, size, 2 * width):
+            i, j = begin, min(begin + width, size)
+            middle, end = j, min(begin + 2 * width, size)
+            for k in range(begin, end):
+                first = j >= end or (i < middle and np.uint64(get_i64(keys, i)) <= np.uint64(get_i64(keys, j)))
+                at = i if first else j
+                put_i64(other_keys, k, get_i64(keys, at))
+                put_i64(other_values, k, get_i64(values, at))
+                i, j = i + first, j + (not first)
+        keys, values, other_keys, other_values = other_keys, other_values, keys, values
+        width *= 2
+    return keys, values
+
+
+@helper
+def _estimate(sketch, rows, hashes, starts, estimates, size):
+    """Count the lookups of ids in the sketch: `starts` has their places in a list, by id."""
+    for pass_ in range(2):  # every id reads before any writes
+        for r in range(size):
+            hash = np.uint64(get_i64(hashes, get_i64(starts, r)))
+            lines = reduce_to(hash, rows) // BUCKET * DEPTH
+            lowest = np.int64(MOST)
+            for line in range(DEPTH):
+                cell = (lines + line) * CELLS + reduce_to(mix(hash + np.uint64(line + 1) * _GOLDEN), CELLS)
+                if pass_ == 0:
+                    lowest = min(lowest, get_u8(sketch, cell))
+                elif get_i64(estimates, r) > get_u8(sketch, cell):
+                    put_u8(sketch, cell, get_i64(estimates, r))
+            if pass_ == 0:
+                put_i64(estimates, r, min(lowest + get_i64(starts, r + 1) - get_i64(starts, r), MOST))
+
+
+@kernel("void(" + ", ".join(["int64"] * 22) + ")")
+def _admit(
+    keys, last, tags, heat, sketch, rows, open, half_life, lru, step, barrier, key, after, least, ids, found, missed, size,
+    scratch, came, gone, numbers,
+):  # fmt: skip
+    """`reference.admit`. Ids come before their rows in lists; `numbers`: came, gone, distinct, ready, lookups that share."""
+    room = 8 * (size + 1)
+    hashes, lookups, spare = scratch, scratch + room, scratch + 2 * room
+    starts, estimates, order, ranks = scratch + 4 * room, scratch + 5 * room, scratch + 6 * room, scratch + 7 * room
+    for k in range(size):
+        put_i64(lookups, k, get_i64(missed, k))
+        put_i64(hashes, k, np.int64(hash_id(get_i64(ids, get_i64(missed, k)), key)))
+    hashes, lookups = _sort(hashes, lookups, spare, size)
+    distinct, ready, placed, left, shared = np.int64(0), np.int64(0), np.int64(0), np.int64(0), size
+    for k in range(size):
+        if k == 0 or get_i64(hashes, k) != get_i64(hashes, k - 1):
+            put_i64(starts, distinct, k)
+            distinct += 1
+    put_i64(starts, distinct, size)
+    _estimate(sketch, rows, hashes, starts, estimates, distinct)
+    chance_key = step ^ CHANCE_KEY
+    for r in range(distinct):
+        begin, estimate = get_i64(starts, r), get_i64(estimates, r)
+        hash, times = get_i64(hashes, begin), min(get_i64(starts, r + 1) - begin, MOST)
+        put_i64(order, ready, r)
+        put_i64(ranks, ready, reduce_to(np.uint64(hash), rows) // BUCKET * 256 + MOST - estimate)
+        ready += estimate >= after and np.int64(hash_id(hash, chance_key) >> _32) >= get_i64(least, times)
+    ranks, order = _sort(ranks, order, spare if hashes == scratch else scratch, ready)
+    for n in range(ready):
+        if n + 4 < ready:
+            _prefetch_bucket(last, tags, heat, get_i64(ranks, n + 4) // 256)
+        r = get_i64(order, n)
+        begin, end = get_i64(starts, r), get_i64(starts, r + 1)
+        id, hash = get_i64(ids, get_i64(lookups, begin)), np.uint64(get_i64(hashes, begin))
+        row, had, other = _take_row(
+            keys, last, tags, heat, rows, open, half_life, lru, step, barrier, id, hash, get_i64(estimates, r)
+        )  # fmt: skip
+        if row < 0:
+            continue
+        put_i64(came, placed, id)
+        put_i64(came, size + placed, row)
+        placed += 1
+        if had:
+            put_i64(gone, left, other)
+            put_i64(gone, size + left, row)
+            left += 1
+        for k in range(begin, end):
+            put_i64(found, get_i64(lookups, k), row)
+        shared -= end - begin
+    put_i64(numbers, 0, placed)
+    put_i64(numbers, 1, left)
+    put_i64(numbers, 2, distinct)
+    put_i64(numbers, 3, ready)
+    put_i64(numbers, 4, shared)
 
 
 def _bases(arrays: KeyArrays, rules: KeyRules) -> list[int]:
@@ -187,45 +279,65 @@ def _bases(arrays: KeyArrays, rules: KeyRules) -> list[int]:
 
 
 def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    rows_N, missed_N, count = torch.empty_like(ids_N), torch.empty_like(ids_N), ids_N.numel()
-    keys, _, tags, *_ = _bases(arrays, rules)
-    lists = addresses("qqq", ids_N, rows_N, missed_N)
-    counts: dict[int, int] = {}
+    count, every = ids_N.numel(), (0, -(-rules.rows // BUCKET))
+    size = max(CHUNK, -(-count // (4 * torch.get_num_threads())))
+    return _look_up_parts(arrays, rules, ids_N, 0, [((at, min(at + size, count)), every) for at in range(0, count, size)])
+
+
+def look_up(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    first = rules.first // BUCKET
+    here, count = len(arrays.tags) * 4 // BUCKET, ids_N.numel()
+    size = max(1, here if count < CHUNK else -(-here // torch.get_num_threads()))
+    ranges = [(first + at, first + min(at + size, here)) for at in range(0, here, size)]
+    return _look_up_parts(arrays, rules, ids_N, step, [((0, count), buckets) for buckets in ranges])
+
+
+def _look_up_parts(
+    arrays: KeyArrays, rules: KeyRules, ids_N: Tensor, step: int, parts: list[tuple[tuple[int, int], tuple[int, int]]]
+) -> tuple[Tensor, Tensor]:
+    """Look up parts of a batch in threads: ranges of ids, of which those with a bucket in a range."""
+    rows_N, state = torch.empty_like(ids_N), _bases(arrays, rules)[:4]
+    what = (*state, rules.rows, rules.shared, rules.key, rules.half_life, step, *addresses("qq", ids_N, rows_N))
+    found: dict[int, Tensor] = {}
 
     def task(first: int, last: int) -> None:
-        counts[first] = _find(keys, tags, rules.rows, rules.shared, rules.key, *lists, first, last)
+        for n in range(first, last):
+            (begin, end), buckets = parts[n]
+            missed_N, scratch = torch.empty(end - begin, dtype=torch.int64), torch.empty(3 * BLOCK, dtype=torch.int64)
+            count = _look_up(*what, *addresses("qq", missed_N, scratch), begin, end, *buckets)
+            found[n] = missed_N[:count]
 
-    threads.run_chunks(task, count, max(CHUNK, -(-count // (4 * torch.get_num_threads()))))
-    parts = [missed_N[first : first + counts[first]] for first in sorted(counts)]
-    return rows_N, parts[0] if len(parts) == 1 else torch.cat([missed_N[:0], *parts])
-
-
-def touch(arrays: KeyArrays, rules: KeyRules, rows_N: Tensor, step: int) -> None:
-    _, last, _, heat, _ = _bases(arrays, rules)
-    here, begin = arrays.last.numel(), rules.first
-    size = max(1, here if rows_N.numel() < CHUNK else -(-here // torch.get_num_threads()))
-    what = (last, heat, rules.half_life, *addresses("q", rows_N), rows_N.numel(), step)
-    threads.run_chunks(lambda low, high: _touch(*what, begin + low, begin + high), here, size)
+    threads.run_chunks(task, len(parts), 1)
+    missed_M = found[0] if len(parts) == 1 else torch.cat([ids_N[:0], *(found[n] for n in range(len(parts)))])
+    return rows_N, missed_M if step == 0 or len(parts) == 1 else missed_M.sort().values
 
 
-def count(arrays: KeyArrays, rules: KeyRules, ids_U: Tensor, counts_U: Tensor) -> Tensor:
-    estimates_U = torch.empty_like(counts_U)
-    sketch, lists = _bases(arrays, rules)[-1], addresses("qqq", ids_U, counts_U, estimates_U)
-    _count(sketch, rules.rows, rules.key, *lists, ids_U.numel())
-    return estimates_U
+def admit(
+    arrays: KeyArrays, rules: KeyRules, ids_N: Tensor, rows_N: Tensor, missed_M: Tensor, after: int, chance: float, step: int,
+    barrier: int,
+) -> Admitted:  # fmt: skip
+    size = missed_M.numel()
+    scratch, lists = torch.empty(8 * (size + 1), dtype=torch.int64), torch.empty(5 + 4 * size, dtype=torch.int64)
+    numbers, came, gone = lists.split([5, 2 * size, 2 * size])
+    least = torch.tensor(K.chances(chance), dtype=torch.int64) if chance < 1.0 else _EVERY
+    rule = (rules.rows, rules.open, rules.half_life, int(rules.lru), step, barrier, rules.key, after)
+    _admit(
+        *_bases(arrays, rules), *rule, *addresses("qqqq", least, ids_N, rows_N, missed_M), size,
+        *addresses("qqqq", scratch, came, gone, numbers),
+    )  # fmt: skip
+    placed, left, *rest = numbers.tolist()
+    return Admitted(came[:placed], came[size : size + placed], gone[:left], gone[size : size + left], *rest)
 
 
 def place(
     arrays: KeyArrays, rules: KeyRules, ids_C: Tensor, heat_C: Tensor, step: int, barrier: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     order_C = placing_order(hash_ids(ids_C, rules.key), heat_C, rules.rows)
-    rows_C, before_C = torch.empty_like(ids_C), torch.zeros_like(ids_C)
-    left_C = torch.empty(ids_C.numel(), dtype=torch.uint8)
+    rows_C, before_C, left_C = torch.empty_like(ids_C), torch.empty_like(ids_C), torch.empty(ids_C.numel(), dtype=torch.uint8)
     *state, _ = _bases(arrays, rules)
-    lists = addresses("qqq", ids_C, heat_C, order_C)
-    out = addresses("qqB", rows_C, before_C, left_C)
-    rule = (rules.rows, rules.key, rules.half_life, int(rules.lru))
-    _place(*state, *rule, *lists, step, barrier, *out, ids_C.numel())
+    rule = (rules.rows, rules.open, rules.half_life, int(rules.lru), step, barrier, rules.key)
+    lists = addresses("qqqqqB", ids_C, heat_C, order_C, rows_C, before_C, left_C)
+    _place(*state, *rule, *lists, ids_C.numel())
     return rows_C, before_C, left_C.bool()
 
 
@@ -247,6 +359,12 @@ def _begin_rows(
     width, words = row_bytes(format, dim), meta_bytes(format)
     released = np.int64(0)
     for i in range(first, last):
+        later = get_i64(rows, min(i + AHEAD, last - 1))
+        for line in range(0, width, 64):
+            prefetch(codes + later * width + line)
+        prefetch(meta + later * words)
+        prefetch(state0 + 4 * later * size0)
+        prefetch(state1 + 4 * later * size1)
         row = get_i64(rows, i)
         word = get_u32(meta + row * words, 0) if owners != 0 else 0
         if word >= CACHED:

@@ -24,7 +24,9 @@ DEPTH = 4  # counters of an id in the sketch
 CELLS = 32  # counters of a bucket in each of DEPTH lines: its part of the sketch is two cache lines
 MOST = 255  # counts are bytes that stop here
 PINNED = -1  # in place of the last step
+CHANCE_KEY = 0x5EED_C4A9CE  # with the number of a step, of its draws
 BYTES_PER_ROW = 16  # keys 8, last 4, tags 1, heat 1, sketch 2
+MOST_LOAD = 3, 4  # share of the open rows that ids may have before a table grows
 # Counts of a key table. BARRIER is the step since which rows are in use, WINDOW counts towards the next halving of the sketch.
 (
     ADMITTED, EVICTED, EXPIRED, REFUSED, DROPPED, LOOKUPS, SHARED, EVAL_LOOKUPS, EVAL_SHARED, WAITING, STEPS,
@@ -51,6 +53,7 @@ class KeyRules(NamedTuple):
     half_life: int
     lru: bool  # else LFU with decay
     first: int = 0  # row at which the arrays begin, that of a bucket; row numbers count from the first row of all
+    open: int = BUCKET  # rows of each bucket that ids may have now
 
     @property
     def width(self) -> int:
@@ -59,6 +62,33 @@ class KeyRules(NamedTuple):
 
 
 FIND, READ, READ_TO_TRAIN, STEP, PROTECTED_STEP = range(5)  # kinds of lookups on a GPU
+
+
+class Admitted(NamedTuple):
+    """What became of the ids without a row in a step."""
+
+    came_K: Tensor  # ids that got rows, in any order
+    rows_K: Tensor
+    went_E: Tensor  # ids that had some of these rows
+    left_E: Tensor  # the rows that these had
+    distinct: int
+    ready: int  # looked up often enough, and drawn
+    shared: int  # lookups of ids that got no row
+
+
+class StepRule(NamedTuple):
+    """What decides about a training step on a GPU, beside `KeyRules`."""
+
+    admit_after: int = 1
+    admit_chance: float = 1.0
+    ttl: int | None = None
+    sweep: int = 1  # steps after which expired rows are freed
+    grows: bool = False
+
+
+def chances(admit_chance: float) -> list[int]:
+    """The least draw, of 2^32, that admits an id with so many lookups in a step: each has a chance of its own."""
+    return [int((1.0 - admit_chance) ** lookups * (1 << 32)) for lookups in range(MOST + 1)]
 
 
 class GpuBatch(NamedTuple):

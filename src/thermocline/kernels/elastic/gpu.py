@@ -30,14 +30,14 @@ from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
 from thermocline.kernels.ids.gpu import hash_id, ones_of
 
 from . import fields as K
-from .fields import GpuBatch, GpuMoves, KeyArrays, KeyRules, TableRows
+from .fields import GpuBatch, GpuMoves, KeyArrays, KeyRules, StepRule, TableRows
 from .gpu_begin import begin_rows, begin_some
 
 TILE, FIND_TILE = 512, 128
 MOST_PROGRAMS = 4096
 
 # Fields of the rule of a table on the device.
-ROWS, SHARED, KEY, HALF_LIFE, LRU, ADMIT_AFTER, TTL, SWEEP, SECRET = (tl.constexpr(n) for n in range(9))
+ROWS, SHARED, KEY, HALF_LIFE, LRU, ADMIT_AFTER, TTL, SWEEP, SECRET, GROWS, CHANCES = (tl.constexpr(n) for n in range(11))
 # Numbers of a step.
 CAME, MISSED, TOUCHED, LISTED, HALVINGS = (tl.constexpr(n) for n in range(5))
 _NUMBERS = 8
@@ -45,6 +45,7 @@ READ, READ_TO_TRAIN, STEP = (tl.constexpr(n) for n in (K.READ, K.READ_TO_TRAIN, 
 PINNED, MOST, BUCKET = tl.constexpr(K.PINNED), tl.constexpr(K.MOST), tl.constexpr(K.BUCKET)
 ADMITTED, EVICTED, EXPIRED, REFUSED = (tl.constexpr(n) for n in (K.ADMITTED, K.EVICTED, K.EXPIRED, K.REFUSED))
 WAITING, STEPS, BARRIER, WINDOW = (tl.constexpr(n) for n in (K.WAITING, K.STEPS, K.BARRIER, K.WINDOW))
+_DROPPED, _MOST_LOAD, _LOAD_OF = tl.constexpr(K.DROPPED), *(tl.constexpr(n) for n in K.MOST_LOAD)
 _LOOKUPS, _SHARED_LOOKUPS = tl.constexpr(K.LOOKUPS), tl.constexpr(K.SHARED)
 _EVAL_LOOKUPS, _EVAL_SHARED = tl.constexpr(K.EVAL_LOOKUPS), tl.constexpr(K.EVAL_SHARED)
 _CELLS_OF_BUCKET = tl.constexpr(K.DEPTH * K.CELLS)
@@ -53,10 +54,11 @@ __all__ = ["begin_moves", "begin_rows", "find", "find_rows", "step"]
 
 
 @lru_cache(maxsize=256)
-def _rule_on(device: torch.device, rules: KeyRules, admit_after: int, ttl: int | None, sweep: int) -> Tensor:
+def _rule_on(device: torch.device, rules: KeyRules, step: StepRule) -> Tensor:
     assert rules.first == 0
-    rule = (rules.rows, rules.shared, rules.key, rules.half_life, rules.lru, admit_after, ttl or 0, sweep, _SECRET)
-    return torch.tensor([int(n) for n in rule], dtype=torch.int64).to(device)
+    rule = (rules.rows, rules.shared, rules.key, rules.half_life, rules.lru, step.admit_after, step.ttl or 0, step.sweep)
+    numbers = [*map(int, rule), _SECRET, int(step.grows), *K.chances(step.admit_chance)]
+    return torch.tensor(numbers, dtype=torch.int64).to(device)
 
 
 @triton.jit
@@ -234,11 +236,22 @@ def _list(rule, ids, rows, claims, places, starts, listed, counts, numbers, ids_
 
 
 @triton.jit
-def _finish(rule, rows, claims, placed, sketch, counts, numbers, ids_count, first, words, TILE: tl.constexpr):
+def _grow(rule, counts, open):
+    """Open more places of each bucket once ids have three quarters of the open ones."""
+    used = tl.load(counts + ADMITTED) - tl.load(counts + EVICTED) - tl.load(counts + _DROPPED)
+    most = _MOST_LOAD * tl.load(rule + ROWS)
+    needed = tl.minimum((BUCKET * _LOAD_OF * used + most - 1) // most, BUCKET)
+    tl.store(open, tl.maximum(tl.load(open), needed))
+
+
+@triton.jit
+def _finish(rule, rows, claims, placed, sketch, counts, open, numbers, ids_count, first, words, TILE: tl.constexpr):
     at_T, _, _, missed_T, claim_T = _tile(claims, rows, rule, first, ids_count, TILE)
     row_T = tl.load(placed + claim_T, mask=missed_T, other=0)
     tl.store(rows + at_T, row_T.to(tl.int64) - 1 + first, mask=missed_T & (row_T > 0))
     tl.atomic_add(counts + _SHARED_LOOKUPS, tl.sum((missed_T & (row_T == 0)).to(tl.int64), 0))
+    if tl.program_id(0) == 0 and tl.load(rule + GROWS) != 0:
+        _grow(rule, counts, open)
     halvings = tl.load(numbers + HALVINGS)
     if halvings > 0:
         kept = (255 >> halvings) * 0x01010101
@@ -270,7 +283,7 @@ def find_rows(arrays: KeyArrays, rules: KeyRules, counts: Tensor, batch: GpuBatc
     """Write the row of each id, its own or a shared one; `kind` says what to count."""
     if batch.ids_N.numel():
         none = arrays.tags
-        _launch_find(arrays, _rule_on(counts.device, rules, 1, None, 1), batch, (none, none, none, counts, none), 0, kind)
+        _launch_find(arrays, _rule_on(counts.device, rules, StepRule()), batch, (none, none, none, counts, none), 0, kind)
 
 
 def begin_moves(table: TableRows, moves: GpuMoves, bound: float, first: int) -> None:
@@ -298,14 +311,13 @@ def find(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor) -> tuple[Tensor, Ten
 
 
 def step(
-    arrays: KeyArrays, rules: KeyRules, counts: Tensor, batch: GpuBatch, admit_after: int, ttl: int | None, sweep: int,
-    protect: bool,
+    arrays: KeyArrays, rules: KeyRules, counts: Tensor, open: Tensor, batch: GpuBatch, step_rule: StepRule, protect: bool
 ) -> GpuMoves:  # fmt: skip
-    """A training step: writes rows, and returns the ids that came."""
+    """A training step: writes places for ids, and returns the ids that came."""
     from .gpu_place import place
 
     device, count, first = counts.device, batch.ids_N.numel(), batch.first
-    rule, buckets = _rule_on(device, rules, admit_after, ttl, sweep), ceil_div(rules.rows, K.BUCKET)
+    rule, buckets = _rule_on(device, rules, step_rule), ceil_div(rules.rows, K.BUCKET)
     slots, most = power_of_two(max(4, 2 * count)), -(-min(count, rules.rows) // 2) * 2  # parts of 16 bytes
     lookups, listed = ceil_div(count, 4) * 4, ceil_div(min(count, buckets), 4) * 4
     sizes = [lookups, lookups, lookups, slots, ceil_div(buckets, 4) * 4, _NUMBERS]
@@ -316,7 +328,7 @@ def step(
     left_C = torch.empty(most, dtype=torch.int32, device=device)
     moves = GpuMoves(ids_C, rows_C, before_C, left_C, numbers, rule[KEY.value :])
     rows, tile = arrays.keys.numel(), (TILE,)
-    if ttl is not None:
+    if step_rule.ttl is not None:
         programs = min(MOST_PROGRAMS, ceil_div(rows, TILE))
         tags = arrays.tags.view(torch.uint8)
         launch(_expire, programs, (arrays.last, tags, rule, counts), (rows,), (protect, TILE), exact=True)
@@ -336,9 +348,9 @@ def step(
         _list, programs, (rule, batch.ids_N, *known, places, starts, order, counts, numbers),
         (count, first, rules.width), tile, exact=True,
     )  # fmt: skip
-    place(arrays, rule, batch.ids_N, (order, times, touched, in_bucket, starts, placed, counts), moves)
+    place(arrays, rule, batch.ids_N, (order, times, touched, in_bucket, starts, placed, counts, open), moves)
     launch(
-        _finish, programs, (rule, *known, placed, arrays.sketch, counts, numbers),
+        _finish, programs, (rule, *known, placed, arrays.sketch, counts, open, numbers),
         (count, first, arrays.sketch.numel()), tile, exact=True,
     )  # fmt: skip
     return moves

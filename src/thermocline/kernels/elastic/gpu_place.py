@@ -23,6 +23,7 @@ from .gpu import (
     BARRIER,
     BUCKET,
     CAME,
+    CHANCES,
     EVICTED,
     HALF_LIFE,
     KEY,
@@ -40,6 +41,7 @@ from .gpu import (
 MOST_PROGRAMS = 2112  # 16 on each multiprocessor of an H200
 IDS = tl.constexpr(16)  # of a bucket, looked at together: most batches have one or two
 _DEPTH, _CELLS = tl.constexpr(K.DEPTH), tl.constexpr(K.CELLS)
+_CHANCE_KEY, _READY = tl.constexpr(K.CHANCE_KEY), tl.constexpr(1 << 16)  # above all estimates
 
 
 @triton.jit
@@ -61,18 +63,24 @@ def _ids(listed, ids, begin, end, key):
 
 
 @triton.jit
-def _estimate(listed, ids, times, cells, begin, end, key, after):
-    """Replace the lookups of ids by estimates of all of their lookups; returns how many are enough."""
+def _estimate(listed, ids, times, cells, begin, end, rule, counts):
+    """Replace the lookups of ids by estimates of all of their lookups, of ids that may come with `_READY`; returns how many."""
     ready = tl.zeros((), tl.int32)
+    key, after = tl.load(rule + KEY), tl.load(rule + ADMIT_AFTER).to(tl.int32)
+    chance_key = tl.load(counts + STEPS) ^ _CHANCE_KEY
     for first in range(begin, end, IDS):
         lookup_K, _, hash_K, mask_K = _ids(listed, ids, first, end, key)
         least_K = tl.zeros_like(lookup_K) + MOST
         for line in range(_DEPTH):
             at_K = line * _CELLS + _cell(hash_K, tl.zeros_like(lookup_K) + line)
             least_K = tl.minimum(least_K, tl.load(cells + at_K, mask=mask_K, other=0).to(tl.int32))
-        heat_K = tl.minimum(least_K + tl.load(times + lookup_K, mask=mask_K, other=0), MOST)
-        tl.store(times + lookup_K, heat_K, mask=mask_K)
-        ready += tl.sum((mask_K & (heat_K >= after)).to(tl.int32), 0)
+        times_K = tl.load(times + lookup_K, mask=mask_K, other=0)
+        heat_K = tl.minimum(least_K + times_K, MOST)
+        draw_K = (hash_id(hash_K.to(tl.int64, bitcast=True), chance_key) >> 32).to(tl.int64)
+        drawn_K = draw_K >= tl.load(rule + CHANCES + tl.minimum(times_K, MOST))
+        ready_K = mask_K & (heat_K >= after) & drawn_K
+        tl.store(times + lookup_K, heat_K + tl.where(ready_K, _READY, 0), mask=mask_K)
+        ready += tl.sum(ready_K.to(tl.int32), 0)
     return ready
 
 
@@ -84,7 +92,7 @@ def _count(listed, ids, times, cells, begin, end, key):
         most_C = tl.load(cells + line * _CELLS + cell).to(tl.int32)
         for first in range(begin, end, IDS):
             lookup_K, _, hash_K, mask_K = _ids(listed, ids, first, end, key)
-            heat_K = tl.load(times + lookup_K, mask=mask_K, other=0)
+            heat_K = tl.load(times + lookup_K, mask=mask_K, other=0) & MOST
             mine = _cell(hash_K, tl.zeros_like(lookup_K) + line)[:, None] == cell[None, :]
             most_C = tl.maximum(most_C, tl.max(tl.where(mine & mask_K[:, None], heat_K[:, None], 0), 0))
         tl.store(cells + line * _CELLS + cell, most_C.to(tl.uint8))
@@ -105,7 +113,7 @@ def _moved(x_A, to_AB, y_C, to_CB, nothing):
 
 
 @triton.jit
-def _best(listed, ids, times, begin, end, key, after):
+def _best(listed, ids, times, begin, end, key):
     """The 64 ids that take rows first, best first: (lookups, -1 for none; the lookup of each)."""
     k = tl.arange(0, BUCKET)
     heat_B = tl.zeros((BUCKET,), tl.int32) - 1
@@ -114,8 +122,8 @@ def _best(listed, ids, times, begin, end, key, after):
     for first in range(begin, end, IDS):
         lookup_K, _, hash_K, mask_K = _ids(listed, ids, first, end, key)
         order_K = (hash_K ^ 0x8000000000000000).to(tl.int64, bitcast=True)
-        heat_K = tl.where(mask_K, tl.load(times + lookup_K, mask=mask_K, other=-1), -1)
-        heat_K = tl.where(heat_K >= after, heat_K, -1)
+        heat_K = tl.load(times + lookup_K, mask=mask_K, other=0)
+        heat_K = tl.where(heat_K >= _READY, heat_K & MOST, -1)
         before = _precedes(heat_B[:, None], order_B[:, None], heat_K[None, :], order_K[None, :]).to(tl.int32)
         among = _precedes(heat_K[:, None], order_K[:, None], heat_K[None, :], order_K[None, :]).to(tl.int32)
         after_B = tl.sum(_precedes(heat_K[:, None], order_K[:, None], heat_B[None, :], order_B[None, :]).to(tl.int32), 0)
@@ -128,10 +136,10 @@ def _best(listed, ids, times, begin, end, key, after):
 
 
 @triton.jit
-def _rows(last, tags, heat, first, rule, counts):
+def _rows(last, tags, heat, first, rule, counts, open):
     """Rows of a bucket in the order in which they are given away: (row, score, whether it is free, whether it can go)."""
     row_R = first + tl.arange(0, BUCKET)
-    mask_R = row_R < tl.load(rule + ROWS)
+    mask_R = (row_R < tl.load(rule + ROWS)) & (row_R < first + tl.load(open))
     free_R = mask_R & (tl.load(tags + row_R, mask=mask_R, other=0) == 0)
     last_R = tl.load(last + row_R, mask=mask_R, other=PINNED).to(tl.int64)
     cold_R = mask_R & (free_R == 0) & (last_R != PINNED) & (last_R < tl.load(counts + BARRIER))
@@ -148,20 +156,20 @@ def _rows(last, tags, heat, first, rule, counts):
 
 @triton.jit
 def _place(
-    keys, last, tags, heat, sketch, rule, ids, listed, times, buckets, in_bucket, starts, placed, counts,
+    keys, last, tags, heat, sketch, rule, ids, listed, times, buckets, in_bucket, starts, placed, counts, open,
     came_ids, came_rows, before, left, numbers,
 ):  # fmt: skip
-    key, after = tl.load(rule + KEY), tl.load(rule + ADMIT_AFTER).to(tl.int32)
+    key = tl.load(rule + KEY)
     for t in range(tl.program_id(0), tl.load(numbers + TOUCHED), tl.num_programs(0)):
         bucket = tl.load(buckets + t).to(tl.int64)
         begin = tl.load(starts + bucket)
         end = begin + tl.load(in_bucket + bucket)
         cells = sketch + bucket * (_DEPTH * _CELLS)
-        ready = _estimate(listed, ids, times, cells, begin, end, key, after)
+        ready = _estimate(listed, ids, times, cells, begin, end, rule, counts)
         tl.debug_barrier()
         _count(listed, ids, times, cells, begin, end, key)
-        heat_R, lookup_R = _best(listed, ids, times, begin, end, key, after)
-        row_R, score_R, free_R, can_R = _rows(last, tags, heat, bucket * BUCKET, rule, counts)
+        heat_R, lookup_R = _best(listed, ids, times, begin, end, key)
+        row_R, score_R, free_R, can_R = _rows(last, tags, heat, bucket * BUCKET, rule, counts, open)
         given_R = can_R & (heat_R >= 0) & (score_R <= heat_R)
         id_R = tl.load(ids + lookup_R, mask=given_R, other=0)
         number = tl.sum(given_R.to(tl.int32), 0)

@@ -8,7 +8,9 @@ A training step looks up a batch of ids. Its result depends on the state and on 
 3. `count` counts distinct ids without a row in the count-min sketch of their bucket. All ids read the counters as the step
    found them, and a counter becomes the largest of the counts of its ids: estimates are never too low, and one-off ids barely
    raise each other.
-4. `place` gives rows to ids that were counted often enough, in the order of (bucket, most lookups, smallest hash). An id takes
+4. Of ids with enough lookups `admit_chance` admits some: a draw for each id and step, which is larger than the chance that none
+   of its lookups admits it.
+5. `place` gives rows to ids that were counted often enough, in the order of (bucket, most lookups, smallest hash). An id takes
    the first free row of its bucket, or the coldest: the smallest heat, then the longest unused, then the first. With LFU an id
    takes a row only if it is counted at least as often as the row; with LRU the longest unused row goes. Rows used since step
    `barrier`, and pinned rows, stay: so ids of one batch never take each other's rows, and a step ends, whatever it looks up.
@@ -25,7 +27,7 @@ from thermocline.kernels.ids.reference import hash_ids, reduce_to, right, signed
 from thermocline.kernels.quantize.reference import quantize_rows
 from thermocline.kernels.slots import slots_of
 
-from .fields import BUCKET, CELLS, DEPTH, MOST, PINNED, KeyArrays, KeyRules, TableRows
+from .fields import BUCKET, CELLS, CHANCE_KEY, DEPTH, MOST, PINNED, Admitted, KeyArrays, KeyRules, TableRows, chances
 
 
 def as_bytes(words: Tensor) -> Tensor:
@@ -64,6 +66,13 @@ def touch(arrays: KeyArrays, rules: KeyRules, rows_N: Tensor, step: int) -> None
     arrays.last[rows_U - rules.first] = step
 
 
+def look_up(arrays: KeyArrays, rules: KeyRules, ids_N: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """`find` in a training step, and `touch`."""
+    rows_N, missed_M = find(arrays, rules, ids_N)
+    touch(arrays, rules, rows_N, step)
+    return rows_N, missed_M
+
+
 def count(arrays: KeyArrays, rules: KeyRules, ids_U: Tensor, counts_U: Tensor) -> Tensor:
     """Count lookups of distinct ids without a row; returns the estimate of all their lookups."""
     lines = torch.arange(1, DEPTH + 1)
@@ -78,6 +87,23 @@ def count(arrays: KeyArrays, rules: KeyRules, ids_U: Tensor, counts_U: Tensor) -
     return estimates_U
 
 
+def admit(
+    arrays: KeyArrays, rules: KeyRules, ids_N: Tensor, rows_N: Tensor, missed_M: Tensor, after: int, chance: float, step: int,
+    barrier: int,
+) -> Admitted:  # fmt: skip
+    """`count` ids without a row, and `place` those with enough lookups that `chance` admits; `rows_N` gets their rows."""
+    ids_U, inverse_M, counts_U = ids_N[missed_M].unique(return_inverse=True, return_counts=True)
+    heat_U = count(arrays, rules, ids_U, counts_U)
+    draws_U = right(hash_ids(hash_ids(ids_U, rules.key), signed(step ^ CHANCE_KEY)), 32)
+    ready_U = (heat_U >= after) & (draws_U >= torch.tensor(chances(chance))[counts_U.clamp(max=MOST)])
+    rows_C, before_C, left_C = place(arrays, rules, ids_U[ready_U], heat_U[ready_U], step, barrier)
+    rows_U = torch.full_like(ids_U, -1).masked_scatter(ready_U, rows_C)
+    rows_M, placed_U = rows_U[inverse_M], rows_U >= 0
+    rows_N[missed_M[rows_M >= 0]] = rows_M[rows_M >= 0]
+    sizes = ids_U.numel(), rows_C.numel(), int((rows_M < 0).sum())
+    return Admitted(ids_U[placed_U], rows_U[placed_U], before_C[left_C], rows_C[left_C], *sizes)
+
+
 def place(
     arrays: KeyArrays, rules: KeyRules, ids_C: Tensor, heat_C: Tensor, step: int, barrier: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +113,7 @@ def place(
     hashes_C = hash_ids(ids_C, rules.key)
     for at in placing_order(hashes_C, heat_C, rules.rows).tolist():
         first = BUCKET * int(bucket_of(hashes_C[at : at + 1], rules.rows))
-        bucket = range(first, min(first + BUCKET, rules.rows))
+        bucket = range(first, min(first + rules.open, rules.rows))
         free = [row for row in bucket if tags[row - rules.first] == 0]
         used = {row: int(arrays.last[row - rules.first]) for row in bucket}
         cold = [row for row in bucket if used[row] != PINNED and used[row] < barrier]
@@ -118,6 +144,10 @@ def placing_order(hashes_C: Tensor, heat_C: Tensor, rows: int) -> Tensor:
 
 def tag_of(hash: int) -> int:
     return max(1, hash & 255)
+
+
+def tags_of(hashes_N: Tensor) -> Tensor:
+    return (hashes_N & 255).clamp(min=1).byte()
 
 
 def first_values(ids_K: Tensor, key: int, dim: int, bound: float) -> Tensor:

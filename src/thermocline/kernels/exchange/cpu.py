@@ -10,7 +10,8 @@ from thermocline import formats as F
 from thermocline.kernels.cpu.compile import addresses, helper, inlined, kernel
 from thermocline.kernels.cpu.rows import PAD, copy_floats, fill_floats, narrow, read_row
 from thermocline.kernels.cpu.sort import DIGIT, radix_pass
-from thermocline.kernels.cpu.vectors import get_i64, get_u8, get_u32, ones, prefetch, put_i64, put_u8
+from thermocline.kernels.cpu.vectors import get_i64, get_u8, get_u32, ones, prefetch, put_f32, put_i64, put_u8
+from thermocline.kernels.cpu.write_row import measure_row, write_row
 
 from . import fields as E
 from . import reference
@@ -19,7 +20,8 @@ from .reference import offsets as offsets
 ON_DEVICE = False  # sizes of results are at once on the host
 PREFETCH_DISTANCE = 8  # rows
 _PART_FIELDS = len(E.FIELDS)
-_ZERO = np.float32(0)
+_ZERO, _NAN = np.float32(0), np.float32(np.nan)
+_LARGEST = 0x7F7FFFFF  # bits of the largest finite number
 
 
 # -- distinct ---------------------------------------------------------------------------------------------------------
@@ -245,7 +247,18 @@ def _pack_gradients(grads, fields, part, at, scratch, out, pitch, count):
             copy_floats(source, out, dim)
         else:
             copy_floats(source, scratch, dim)
-            narrow(scratch, out, dim, F.BF16)
+            if each == 2:
+                narrow(scratch, out, dim, F.BF16)
+            else:
+                low, high, size = measure_row(scratch, dim)
+                if size > _LARGEST:
+                    fill_floats(scratch, dim, _ZERO)
+                    low, high, size = measure_row(scratch, dim)
+                    write_row(F.INT8, scratch, dim, low, high, size, out, out + dim, 0, 0)
+                    put_f32(out + dim, 0, _NAN)
+                else:
+                    write_row(F.INT8, scratch, dim, low, high, size, out, out + dim, 0, 0)
+                out += 4
         out += dim * each
 
 
@@ -256,8 +269,11 @@ def _unpack_gradients(message, fields, part, grads, pitch, count):
         dim, each = get_i64(field, E.DIM), get_i64(field, E.GRADIENT)
         if each == 4:
             copy_floats(message, grads, dim)
-        else:
+        elif each == 2:
             read_row(F.BF16, message, message, dim, grads)
+        else:
+            read_row(F.INT8, message, message + dim, dim, grads)
+            message += 4
         fill_floats(grads + 4 * dim, pitch - dim, _ZERO)
         message, grads = message + dim * each, grads + 4 * pitch
 
@@ -289,7 +305,7 @@ def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Te
     grads_UW = grads_UW.contiguous()
     counts_K = np.bincount(part_N.numpy(), minlength=len(fields_KF))
     fields, scratch = fields_KF.numpy(), np.empty(F.MAX_DIM + PAD, dtype=np.float32)
-    out = torch.empty(int(counts_K @ (fields[:, E.DIM] * fields[:, E.GRADIENT])), dtype=torch.uint8)
+    out = torch.empty(int(counts_K @ E.vector_bytes(fields[:, E.DIM], fields[:, E.GRADIENT])), dtype=torch.uint8)
     assert part_N.shape == at_N.shape
     _pack_gradients(*addresses("fqqqfB", grads_UW, fields, part_N, at_N, scratch, out), grads_UW.shape[1], part_N.numel())
     return out

@@ -29,6 +29,7 @@ from thermocline.kernels.gpu.row_tiles import (
     scale_and_bias,
     tile_shape,
 )
+from thermocline.kernels.quantize.reference import TINY
 
 from . import fields as E
 from . import reference
@@ -48,6 +49,8 @@ ELEMENTS = 2048  # of a tile
 _FIELDS, _ROW_BYTES, _WORDS = tl.constexpr(len(E.FIELDS)), tl.constexpr(E.ROW_BYTES), tl.constexpr(E.WORDS)
 _CODES, _META, _DIM = tl.constexpr(E.CODES), tl.constexpr(E.META), tl.constexpr(E.DIM)
 _FORMAT, _GRADIENT = tl.constexpr(E.FORMAT), tl.constexpr(E.GRADIENT)
+
+_TINY = tl.constexpr(TINY)
 
 _lines: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -92,7 +95,7 @@ def _as_units(pointer, UNIT: tl.constexpr):
 
 @triton.jit
 def _pack_rows(
-    codes, meta, fields, part, place, offset, out, count, longest,
+    meta, codes, fields, part, place, offset, out, count, longest,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at_T = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -139,12 +142,12 @@ def _records(fields_KF: Tensor) -> tuple[int, int]:
 def pack_rows(
     codes: Tensor, meta: Tensor, fields_KF: Tensor, part_N: Tensor, place_N: Tensor, offset_N: Tensor, out: Tensor
 ) -> None:
-    """Copy rows of an arena, given by part and place, to a message."""
+    """Copy rows of an arena, given by part and place, to a message. Codes may be in pinned host memory."""
     count, (unit, longest) = part_N.numel(), _records(fields_KF)
     if count:
         rows, block = _tiling(longest)
         launch(
-            _pack_rows, ceil_div(count, rows), (codes, meta, fields_KF, part_N, place_N, offset_N, out), (count, longest),
+            _pack_rows, ceil_div(count, rows), (meta, codes, fields_KF, part_N, place_N, offset_N, out), (count, longest),
             (unit, rows, block), exact=True,
         )  # fmt: skip
 
@@ -231,77 +234,124 @@ def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Te
 
 
 @triton.jit
+def _put_half(pointer, bits, mask, UNIT: tl.constexpr):
+    """Store the low 16 bits at each pointer to bytes."""
+    if UNIT >= 2:
+        tl.store(pointer.to(tl.pointer_type(tl.uint16)), (bits & 0xFFFF).to(tl.uint16), mask=mask)
+    else:
+        tl.store(pointer, (bits & 0xFF).to(tl.uint8), mask=mask)
+        tl.store(pointer + 1, ((bits >> 8) & 0xFF).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _put_word(pointer, bits, mask, UNIT: tl.constexpr):
+    if UNIT == 4:
+        tl.store(pointer.to(tl.pointer_type(tl.uint32)), bits, mask=mask)
+    else:
+        _put_half(pointer, bits, mask, UNIT)
+        _put_half(pointer + 2, bits >> 16, mask, UNIT)
+
+
+@triton.jit
+def _int8_scale(from_T, dim_T, mask_T, longest, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(scale, one over the scale) of vectors, as int8 rows have them; (NaN, 0) where a value is not finite."""
+    size_T = tl.zeros((ROWS,), tl.int32)
+    for begin in range(0, longest, BLOCK):
+        column = begin + tl.arange(0, BLOCK)[None, :]
+        mask = mask_T[:, None] & (column < dim_T[:, None])
+        bits = tl.load(from_T[:, None] + column, mask=mask, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        size_T = tl.maximum(size_T, tl.max(bits, axis=1))
+    good_T = size_T <= 0x7F7FFFFF
+    scale_T = tl.div_rn(tl.where(good_T, size_T, 0).to(tl.float32, bitcast=True), 127.0 + tl.zeros((ROWS,), tl.float32))
+    normal_T = scale_T >= _TINY
+    inverse_T = tl.where(normal_T, tl.div_rn(1.0 + tl.zeros((ROWS,), tl.float32), tl.where(normal_T, scale_T, 1.0)), 0.0)
+    return tl.where(good_T, tl.where(normal_T, scale_T, 0.0), float("nan")), inverse_T
+
+
+@triton.jit
 def _pack_gradients(
-    grads, fields, part, at, offset, out, count, pitch, longest, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    grads, fields, part, at, offset, out, count, pitch, longest,
+    INT8S: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at_T = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask_T = at_T < count
     field_T = fields + tl.load(part + at_T, mask=mask_T, other=0) * _FIELDS
-    dim_T, wide_T = tl.load(field_T + _DIM), tl.load(field_T + _GRADIENT) == 4
+    dim_T, each_T = tl.load(field_T + _DIM), tl.load(field_T + _GRADIENT)
     from_T = grads + tl.load(at + at_T, mask=mask_T, other=0) * pitch
     out_T = out + tl.load(offset + at_T, mask=mask_T, other=0)
+    if INT8S:
+        scale_T, inverse_T = _int8_scale(from_T, dim_T, mask_T, longest, ROWS, BLOCK)
+        _put_word(out_T + dim_T, scale_T.to(tl.uint32, bitcast=True), mask_T & (each_T == 1), UNIT)
     for begin in range(0, longest, BLOCK):
         column = begin + tl.arange(0, BLOCK)[None, :]
         mask = mask_T[:, None] & (column < dim_T[:, None])
         bits = tl.load(from_T[:, None] + column, mask=mask, other=0.0).to(tl.uint32, bitcast=True)
-        wide, narrow = mask & wide_T[:, None], mask & ~wide_T[:, None]
-        if UNIT == 4:
-            tl.store((out_T[:, None] + 4 * column).to(tl.pointer_type(tl.uint32)), bits, mask=wide)
-        else:
-            halves = (out_T[:, None] + 4 * column).to(tl.pointer_type(tl.uint16))
-            tl.store(halves, (bits & 0xFFFF).to(tl.uint16), mask=wide)
-            tl.store(halves + 1, (bits >> 16).to(tl.uint16), mask=wide)
+        _put_word(out_T[:, None] + 4 * column, bits, mask & (each_T == 4)[:, None], UNIT)
         half = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16  # to nearest, ties to even
         half = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, half)
-        tl.store((out_T[:, None] + 2 * column).to(tl.pointer_type(tl.uint16)), half.to(tl.uint16), mask=narrow)
+        _put_half(out_T[:, None] + 2 * column, half, mask & (each_T == 2)[:, None], UNIT)
+        if INT8S:
+            inverse = inverse_T[:, None]
+            scaled = tl.where(inverse > 0.0, bits.to(tl.float32, bitcast=True), 0.0) * inverse
+            code = tl.minimum(tl.maximum(tl.floor(scaled + 0.5), -127.0), 127.0).to(tl.int32)
+            tl.store(out_T[:, None] + column, (code & 0xFF).to(tl.uint8), mask=mask & (each_T == 1)[:, None])
 
 
 @triton.jit
 def _unpack_gradients(
-    message, fields, part, offset, grads, count, pitch, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    message, fields, part, offset, grads, count, pitch,
+    INT8S: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at_T = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask_T = at_T < count
     field_T = fields + tl.load(part + at_T, mask=mask_T, other=0) * _FIELDS
-    dim_T, wide_T = tl.load(field_T + _DIM), tl.load(field_T + _GRADIENT) == 4
+    dim_T, each_T = tl.load(field_T + _DIM), tl.load(field_T + _GRADIENT)
     row_T = message + tl.load(offset + at_T, mask=mask_T, other=0)
     for begin in range(0, pitch, BLOCK):
         column = begin + tl.arange(0, BLOCK)[None, :]
         mask = mask_T[:, None] & (column < dim_T[:, None])
-        wide = _word_at(row_T[:, None] + 4 * column, mask & wide_T[:, None], UNIT)
-        half = _half_at(row_T[:, None] + 2 * column, mask & ~wide_T[:, None], UNIT)
-        value = tl.where(wide_T[:, None], wide, half << 16).to(tl.float32, bitcast=True)
+        wide = _word_at(row_T[:, None] + 4 * column, mask & (each_T == 4)[:, None], UNIT)
+        half = _half_at(row_T[:, None] + 2 * column, mask & (each_T == 2)[:, None], UNIT)
+        value = tl.where((each_T == 4)[:, None], wide, half << 16).to(tl.float32, bitcast=True)
+        if INT8S:
+            narrow = mask & (each_T == 1)[:, None]
+            code = tl.load(row_T[:, None] + column, mask=narrow, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+            scale_T = _word_at(row_T + dim_T, mask_T & (each_T == 1), UNIT).to(tl.float32, bitcast=True)
+            value = tl.where(narrow, code * scale_T[:, None], value)
         inside = mask_T[:, None] & (column < pitch)
         tl.store(grads + at_T[:, None] * pitch + column, tl.where(mask, value, 0.0), mask=inside)
 
 
-def _gradient_sizes(fields_KF: Tensor) -> list[int]:
-    return [line[E.DIM] * line[E.GRADIENT] for line in _on_host(fields_KF)]
+def _vectors(fields_KF: Tensor) -> tuple[bool, int]:
+    """(whether any vectors are in int8, unit of records)."""
+    lines = _on_host(fields_KF)
+    unit = _unit([E.vector_bytes(line[E.DIM], line[E.GRADIENT]) for line in lines])
+    return any(line[E.GRADIENT] == 1 for line in lines), unit
 
 
 def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor, size: int | None = None) -> Tensor:
     """A message of the gradients of rows `at_N`, whose parts are `part_N`. Waits for its size if that is not given."""
-    offset_N, end = offsets(part_N, fields_KF[:, E.DIM] * fields_KF[:, E.GRADIENT])
+    offset_N, end = offsets(part_N, E.vector_bytes(fields_KF[:, E.DIM], fields_KF[:, E.GRADIENT]))
     out = torch.empty(int(end) if size is None else size, dtype=torch.uint8, device=grads_UW.device)
     count, width, grads_UW = part_N.numel(), grads_UW.shape[1], grads_UW.contiguous()
     if count:
         rows, block = _tiling(width)
         launch(
             _pack_gradients, ceil_div(count, rows), (grads_UW, fields_KF, part_N, at_N, offset_N, out), (count, width, width),
-            (_unit(_gradient_sizes(fields_KF)), rows, block), exact=True,
+            (*_vectors(fields_KF), rows, block), exact=True,
         )  # fmt: skip
     return out
 
 
 def unpack_gradients(message: Tensor, fields_KF: Tensor, part_N: Tensor, width: int) -> Tensor:
     """The gradients of a message as fp32, zeros after the columns of a row."""
-    offset_N, _ = offsets(part_N, fields_KF[:, E.DIM] * fields_KF[:, E.GRADIENT])
+    offset_N, _ = offsets(part_N, E.vector_bytes(fields_KF[:, E.DIM], fields_KF[:, E.GRADIENT]))
     count = part_N.numel()
     grads_NW = torch.empty(count, width, dtype=torch.float32, device=message.device)
     if count:
         rows, block = _tiling(width)
         launch(
             _unpack_gradients, ceil_div(count, rows), (message, fields_KF, part_N, offset_N, grads_NW), (count, width),
-            (_unit(_gradient_sizes(fields_KF)), rows, block), exact=True,
+            (*_vectors(fields_KF), rows, block), exact=True,
         )  # fmt: skip
     return grads_NW

@@ -7,9 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from thermocline import formats as F
 from thermocline.kernels import dequantize_rows
+from thermocline.kernels.quantize.reference import quantize_rows
 
-from .fields import DIM, GRADIENT, NOWHERE, OTHER_NODES, SAME_NODE
+from .fields import DIM, GRADIENT, NOWHERE, OTHER_NODES, SAME_NODE, vector_bytes
+
+_DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
 def distinct_rows(rows_N: Tensor, limit: int, once: bool = True) -> tuple[Tensor, Tensor]:
@@ -91,20 +95,34 @@ def unpack_rows(message: Tensor, offset_N: Tensor, fields_KF: Tensor, part_N: Te
 
 def pack_gradients(grads_UW: Tensor, fields_KF: Tensor, part_N: Tensor, at_N: Tensor, size: int | None = None) -> Tensor:
     """A message of the gradients of rows `at_N`, whose parts are `part_N`, of `size` bytes if they are known."""
-    offset_N, end = offsets(part_N, fields_KF[:, DIM] * fields_KF[:, GRADIENT])
+    offset_N, end = offsets(part_N, vector_bytes(fields_KF[:, DIM], fields_KF[:, GRADIENT]))
     out = torch.empty(int(end) if size is None else size, dtype=torch.uint8, device=grads_UW.device)
     for at_K, (*_, dim, _, each) in _by_part(part_N, fields_KF):
-        grads_KD = grads_UW[at_N[at_K], :dim].to(torch.float32 if each == 4 else torch.bfloat16).contiguous()
-        column = torch.arange(dim * each, device=out.device)
-        out[offset_N[at_K, None] + column] = grads_KD.view(torch.uint8)
+        grads_KD = grads_UW[at_N[at_K], :dim].contiguous()
+        column = torch.arange(vector_bytes(dim, each), device=out.device)
+        record_KB = _as_int8(grads_KD) if each == 1 else grads_KD.to(_DTYPES[each]).view(torch.uint8)
+        out[offset_N[at_K, None] + column] = record_KB
     return out
+
+
+def _as_int8(values_KD: Tensor) -> Tensor:
+    """Codes and scale of each vector; NaN in place of a scale where a value is not finite."""
+    good_K = values_KD.isfinite().all(1)
+    codes_KB, meta_KW = quantize_rows(torch.where(good_K[:, None], values_KD, 0.0), F.INT8, None, None)
+    scale_K = torch.where(good_K[:, None], meta_KW.view(torch.float32), float("nan"))
+    return torch.cat([codes_KB, scale_K.view(torch.uint8)], dim=1)
 
 
 def unpack_gradients(message: Tensor, fields_KF: Tensor, part_N: Tensor, width: int) -> Tensor:
     """The gradients of a message as fp32, zeros after the columns of a row."""
-    offset_N, _ = offsets(part_N, fields_KF[:, DIM] * fields_KF[:, GRADIENT])
+    offset_N, _ = offsets(part_N, vector_bytes(fields_KF[:, DIM], fields_KF[:, GRADIENT]))
     grads_NW = torch.zeros(part_N.numel(), width, dtype=torch.float32, device=message.device)
     for at_K, (*_, dim, _, each) in _by_part(part_N, fields_KF):
-        record_KB = message[offset_N[at_K, None] + torch.arange(dim * each, device=message.device)].contiguous()
-        grads_NW[at_K, :dim] = record_KB.view(torch.float32 if each == 4 else torch.bfloat16).float()
+        column = torch.arange(vector_bytes(dim, each), device=message.device)
+        record_KB = message[offset_N[at_K, None] + column].contiguous()
+        if each == 1:
+            scale_K1 = record_KB[:, dim:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            grads_NW[at_K, :dim] = record_KB[:, :dim].view(torch.int8).float() * scale_K1
+        else:
+            grads_NW[at_K, :dim] = record_KB.view(_DTYPES[each]).float()
     return grads_NW

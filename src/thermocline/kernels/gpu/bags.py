@@ -67,20 +67,20 @@ def check_ids(ids, fields, feature, rows, first_bad_T, flag, record):
 
 @triton.jit
 def bag_bounds(
-    offsets, ids_count, feature, bag_T, batch, flag, record, FEATURES: tl.constexpr, UNPOOLED: tl.constexpr
+    offsets, ids_count, feature, bag_T, batch, flag, record, features, UNPOOLED: tl.constexpr, until=None
 ):  # fmt: skip
-    """First and last id of each bag; a bag with invalid offsets is reported and treated as empty."""
+    """First and last id of each bag before `until`; a bag with invalid offsets is reported and treated as empty."""
     if UNPOOLED:
         end = tl.minimum(tl.load(offsets + feature + 1).to(tl.int64), ids_count)
         return bag_T, tl.minimum(bag_T + 1, end)
     else:
-        mask_T = bag_T < batch
+        mask_T = bag_T < (batch if until is None else until)
         place_T = feature.to(tl.int64) * batch + bag_T
         first_T = tl.load(offsets + place_T, mask=mask_T, other=0).to(tl.int64)
         last_T = tl.load(offsets + place_T + 1, mask=mask_T, other=0).to(tl.int64)
         bad_T = (first_T < 0) | (last_T < first_T) | (last_T > ids_count)
         bad_T = bad_T | ((place_T == 0) & (first_T != 0))
-        bad_T = mask_T & (bad_T | ((place_T == FEATURES * batch - 1) & (last_T != ids_count)))
+        bad_T = mask_T & (bad_T | ((place_T == features * batch - 1) & (last_T != ids_count)))
         if tl.max(bad_T.to(tl.int32), 0) > 0:
             first_bad = tl.min(tl.where(bad_T, place_T, NO_POSITION), 0)
             begin, end = tl.load(offsets + first_bad), tl.load(offsets + first_bad + 1)

@@ -108,4 +108,4 @@ def report(flag, record, source, kind, feature, position, id, rows):
         tl.store(record + 3, id.to(tl.int64))
         tl.store(record + 4, rows.to(tl.int64))
         tl.store(record + 5, source.to(tl.int64))
-        tl.store(record, kind + 0 * position.to(tl.int64))
+        tl.store(record, 0 * position.to(tl.int64) + kind)

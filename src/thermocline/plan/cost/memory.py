@@ -62,6 +62,11 @@ def row_bytes(dim: int, precision: str) -> int:
     return F.row_bytes(format, dim) + 4 * F.META_WORDS[format]
 
 
+def code_bytes(rows: float, dim: int, precision: RowPrecision) -> float:
+    """Bytes of the codes of a table, which may lie in host memory."""
+    return F.row_bytes(F.NAMES.index(precision.base), dim) * rows
+
+
 def slot_bytes(dim: int, near: bool = False) -> int:
     """Bytes of one cache slot, fp32 or int8 (`near`), with its maps."""
     return SLOT_MAPS + (4 * F.int8_slot_words(dim) if near else 4 * dim)

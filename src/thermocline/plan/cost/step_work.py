@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from thermocline import formats as F
 from thermocline.heat.curve import Curve
+from thermocline.plan.model import Exchange
 
 from .memory import RowPrecision, row_bytes, slot_bytes
 from .step_cost import (
@@ -135,10 +136,11 @@ class Grid:
         """Bytes of slots [T, K] per row of a step."""
         return self.fp32 * self.fp32_slot[:, None] + self.int8 * self.int8_slot[:, None]
 
-    def over_host(self, cluster: Cluster) -> tuple[Floats, Floats]:
-        """Bytes [T, K] per rank and row over the host link: in the lookup, and in the update."""
+    def over_host(self, cluster: Cluster, exchange: Exchange) -> tuple[Floats, Floats]:
+        """Bytes [T, K] per rank and row over the host link: read for each rank or node that requests a row, and updated."""
         uncached = (1 - self.fp32 - self.int8) * self.host[:, None]
-        return self.requested.rank * uncached, 2 * self.requested.any / cluster.world_size * uncached
+        asked = self.requested.node / cluster.gpus_per_node if exchange == "node" else self.requested.rank
+        return asked * uncached, 2 * self.requested.any / cluster.world_size * uncached
 
     @classmethod
     def of(cls, workload: Workload) -> Grid:

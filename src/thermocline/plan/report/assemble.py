@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import groupby
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -53,8 +53,8 @@ def assemble(
         batch=given.batch,
         dense=given.dense,
         optimizer=given.optimizer,
-        gradients="bf16" if workload.gradient == "bf16" else "fp32",
-        sums="bf16" if workload.sums == "bf16" else "fp32",
+        gradients=cast(M.WirePrecision, workload.gradient or "fp32"),
+        sums=cast(M.WirePrecision, workload.sums),
         tables=tuple(_table(problem, best, n, costs[n], t, why, levers.get(t.name, ())) for n, t in enumerate(given.tables)),
         ranks=_ranks(problem, best, costs),
         traffic=_traffic(sent, kept, messages(problem, best), host),

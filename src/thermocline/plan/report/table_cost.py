@@ -84,7 +84,7 @@ def _split_cost(problem: Problem, score: Score, table: int, choice: int) -> Tabl
     local /= cluster.memory_rate
     host = np.zeros(4)
     if grid.host[table]:
-        reads, writes = (float((each[table] * grid.rows[table]).sum()) for each in grid.over_host(cluster))
+        reads, writes = (float((each[table] * grid.rows[table]).sum()) for each in grid.over_host(cluster, option.exchange))
         host[[C.ROWS, C.GRADIENTS]] = reads, writes * (workload.gradient is not None)
         local += host[[C.ROWS, C.GRADIENTS]] / cluster.host_rate
     rows_by_tier, fp32_by_tier, int8_by_tier, lookups = counts

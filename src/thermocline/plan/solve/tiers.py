@@ -77,7 +77,7 @@ def prefix_costs(workload: Workload, grid: Grid, option: Option) -> PrefixCosts:
         rotation = rotation_bytes(cluster.world_size) if tier == 3 else 0
         buffers = C.buffer_bytes(sent, C.bytes_local(grid.requested, cluster, tier, option.exchange, wire, gradient))
         if tier == 3 and cluster.host_rate:
-            looked_up, updated = grid.over_host(cluster)
+            looked_up, updated = grid.over_host(cluster, option.exchange)
             exposed = exposed + (looked_up + updated * trains) / cluster.host_rate
             stored = stored - grid.host[:, None]
         held = (stored + grid.state[:, None] + rotation) * cluster.copies(tier) + buffers

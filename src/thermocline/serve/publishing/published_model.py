@@ -25,7 +25,7 @@ from thermocline.checkpoint.publishes.log import PublishLog, contained_publish
 from thermocline.checkpoint.publishes.part import PublishedTable, PublishPart, dense_of, merge_parts, moved_ids
 from thermocline.checkpoint.publishes.row_delta import RowDelta, merge_deltas
 from thermocline.errors import BadInput, BadPublish, FormatError
-from thermocline.ids.elastic import MovedIds
+from thermocline.ids.moved_ids import MovedIds
 from thermocline.serve.tables.in_place import check_moved, put_deltas, put_moved, visible_ids, visible_rows
 
 from .staleness import PublishAge, Staleness

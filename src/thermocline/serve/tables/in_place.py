@@ -13,7 +13,7 @@ from torch import Tensor
 from thermocline import formats as F
 from thermocline.checkpoint.publishes.row_delta import RowDelta
 from thermocline.errors import BadInput, BadPublish
-from thermocline.ids.elastic import MovedIds
+from thermocline.ids.moved_ids import MovedIds
 
 from . import gpu_shards
 from .memory_limits import check_fits

@@ -24,8 +24,8 @@ from torch import Tensor
 from thermocline.checkpoint.publishes.row_delta import RowDelta
 from thermocline.errors import BadInput, FormatError
 from thermocline.heat.profile import HeatProfile
-from thermocline.ids.elastic import MovedIds
 from thermocline.ids.idmap import IdMap
+from thermocline.ids.moved_ids import MovedIds
 from thermocline.plan.model import Plan
 from thermocline.serve.errors import NotReady
 from thermocline.serve.frozen_tables import FrozenTables

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from thermocline.checkpoint.publishes.row_delta import RowDelta, merge_deltas
 from thermocline.errors import BadInput, IdOutOfRange
-from thermocline.ids.elastic import MovedIds
 from thermocline.ids.feature_maps import IdMaps
 from thermocline.ids.idmap import IdMap
 from thermocline.ids.kept_ids import KeptIds
 from thermocline.ids.keyed_map import KeyedMap
+from thermocline.ids.moved_ids import MovedIds
 from thermocline.kernels.ids.fields import BLOCK_WORDS
 from thermocline.kernels.serve import fields as S
 from thermocline.kernels.serve import gather_pool
