@@ -220,3 +220,11 @@ def test_columns_that_no_feature_fills_are_zero(make_arena: Make) -> None:
     lookup = (torch.tensor([2]), torch.tensor([0, 1]), None)
     out: Tensor = flat.gather_pool(cpu, arena.codes, arena.meta, layout, *lookup, F.SUM, torch.float32)[0]
     assert out.shape == (1, 7) and not out[:, :3].any() and out[:, 3:].any()
+
+
+@pytest.mark.parametrize("dim", [61, 65, 66, 67, 69, 70, 129, 193, 194])
+def test_columns_after_a_short_last_plane_keep_their_values(dim: int, make_arena: Make, make_lookup: Make) -> None:
+    for format in ("int2", "int2_affine", "int4"):
+        arena = make_arena([(9, 5, "fp32"), (11, dim, format)])
+        for mode in (F.SUM, F.MEAN):
+            _check(arena, make_lookup(arena, 5, 3, seed=dim), mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from pathlib import Path
@@ -32,3 +33,12 @@ def test_memory_is_taken_when_it_is_written() -> None:
     assert not made[:1000].any() and _resident() - before < 1 << 26
     made[: 1 << 27] = 1
     assert _resident() - before > 1 << 26
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for huge pages")
+def test_a_kernel_without_huge_pages_gives_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 0x7FFF)  # unknown advice, which any kernel refuses
+    with pytest.raises(OSError, match=r"\[Errno 22\]"), mmap.mmap(-1, 4096) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    made = huge_page_zeros(3_000_001, torch.float32)
+    assert made.shape == (3_000_001,) and not made.any()

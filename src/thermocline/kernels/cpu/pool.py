@@ -46,7 +46,8 @@ def _accumulator(format: int, blocks: int) -> Any:
         for k in range(blocks):
             at = first_of(e, k, j, plane)
             for p in range(planes):
-                masked = narrow or (k == blocks - 1 and 0 < p == planes - 1)  # the last plane may be shorter
+                # The last plane may be up to `planes` - 1 columns shorter: with four planes, two blocks may end after it.
+                masked = narrow or (k >= blocks - planes // 2 and 0 < p == planes - 1)
                 found.append((column_of(e, at, plane, p), left_of(e, at, plane, dim, p) if masked else None))
         return found
 
