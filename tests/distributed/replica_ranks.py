@@ -122,3 +122,58 @@ def end(rank: int, size: int, plan: tc.Plan, heat: Any) -> str:
         except tc.ThermoclineError as error:
             return type(error).__name__
     return "no error"
+
+
+def count(rank: int, size: int, plan: tc.Plan, heat: Any) -> dict[str, list[list[int]]]:
+    """Train two steps on turned replicas; the ids and counts of `sharding.heat()`, by feature."""
+    model: Any = Model()
+    sharding = tc.shard_(model, plan, heat, mesh=mesh_of(size, 2, turned=True), count_every=1)
+    for step in range(2):
+        model.tables(batches(step, sizes_of(step, size))[rank]).values().sum().backward()
+    return {name: [each.ids_H.tolist(), each.counts_H.tolist()] for name, each in sharding.heat().tables.items()}
+
+
+def state(rank: int, size: int, plan: tc.Plan, heat: Any) -> list[str]:
+    """What `state_dict` says after the start, an update apart, and a sync."""
+    model: Any = Model()
+    sharding = tc.shard_(model, plan, heat, mesh=mesh_of(size, 2), sync_every=3)
+    told = []
+    for step in range(3):
+        try:
+            model.state_dict()
+            told.append("taken")
+        except tc.BadInput as error:
+            told.append(f"{error.parameter}")
+        if step == 0:
+            model.tables(batches(0, [3] * size)[rank]).values().sum().backward()
+        else:
+            sharding.sync_replicas()
+    return told
+
+
+def resume(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> list[Arrays]:
+    """Save between two syncs; the rows that a job has at the end that goes on, and one that loads the save."""
+    found = []
+    for begin in (0, 2):
+        model: Any = Model()
+        tc.shard_(model, plan, heat, reduce="sum", mesh=mesh_of(size, 2), sync_every=3)
+        if begin:
+            tc.load_into(model, folder)
+        for step in range(begin, 6):
+            sizes = sizes_of(step, size)
+            exact_loss(model.tables(batches(step, sizes)[rank]).values(), step, sum(sizes[:rank])).backward()
+            if step == 1:
+                tc.save(model, folder)
+        found.append(read(model.tables)["rows"])
+    return found
+
+
+def publish(rank: int, size: int, plan: tc.Plan, heat: Any, folder: str) -> str:
+    """The parameter of the error of `publish`."""
+    model: Any = Model()
+    tc.shard_(model, plan, heat, mesh=mesh_of(size, 2))
+    try:
+        tc.publish(model, folder).close()
+    except tc.BadInput as error:
+        return f"{error.parameter}"
+    return "published"

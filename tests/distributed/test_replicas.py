@@ -142,3 +142,27 @@ def test_a_save_averages_rows_first_and_all_replicas_load_it(on_ranks, tmp_path,
 def test_a_rank_that_leaves_ends_all_replicas(on_ranks):
     told = on_ranks("replica_ranks.end", 4, tiers_plan(1, 2, ALL_THIRD, "int8")[0], HEAT)
     assert told[3] == "left" and set(told[:3]) <= {"ExchangeFailed", "BadInput"}, told
+
+
+def test_heat_has_the_lookups_of_all_replicas(on_ranks):
+    found = on_ranks("replica_ranks.count", 4, tiers_plan(1, 2, ALL_THIRD, "int8")[0], HEAT)
+    parts = [batch for step in range(2) for batch in batches(step, sizes_of(step, 4))]
+    assert all(each == found[0] for each in found) and found[0]
+    for feature, (ids, counts) in found[0].items():
+        wanted, times = torch.cat([part[feature][0] for part in parts]).unique(return_counts=True)
+        assert dict(zip(ids, counts, strict=True)) == dict(zip(wanted.tolist(), times.tolist(), strict=True))
+
+
+def test_a_state_dict_of_replicas_that_are_apart_is_refused(on_ranks):
+    plan, heat = tiers_plan(1, 2, ALL_THIRD, "int8")
+    assert on_ranks("replica_ranks.state", 4, plan, heat) == [["taken", "sync_every", "taken"]] * 4
+
+
+def test_a_job_resumes_with_syncs_in_the_same_steps(on_ranks, tmp_path):
+    for straight, resumed in on_ranks("replica_ranks.resume", 4, *tiers_plan(1, 2, ALL_THIRD, "int8"), str(tmp_path / "saved")):
+        assert all(np.array_equal(one, two) for one, two in zip(straight, resumed, strict=True))
+
+
+def test_publishing_replicas_is_refused(on_ranks, tmp_path):
+    plan, heat = tiers_plan(1, 2, ALL_THIRD, "int8")
+    assert on_ranks("replica_ranks.publish", 4, plan, heat, str(tmp_path / "published")) == ["mesh"] * 4

@@ -78,11 +78,20 @@ class Replicas:
     def __init__(self, name: str, group: RankGroup, every: int) -> None:
         self.name, self.group, self.every = name, group, every
         self._updated: list[Tensor] = []  # global rows since the last sync
-        self._updates = 0
+        self._updates = 0  # since the last sync: a save syncs, so a job that resumes counts alike
 
     @property
     def size(self) -> int:
         return len(self.group.ranks)
+
+    def raise_if_apart(self) -> None:
+        """Raise if replicas have trained apart since the last sync; their rows are then not those of one model."""
+        if self.every > 1 and self._updates:
+            raise BadInput(
+                f"{self.name!r}: replicas have made {self._updates} updates apart since their last sync; call "
+                "sharding.sync_replicas() before state_dict()",
+                parameter="sync_every", collection=self.name, value=self._updates,
+            )  # fmt: skip
 
     @contextmanager
     def agreeing(self, trains: bool) -> Iterator[None]:
@@ -117,7 +126,7 @@ class Replicas:
         self._updated.append(rows_V)
         if len(self._updated) > _COMPACT:
             self._updated = [torch.unique(torch.cat(self._updated))]
-        if self._updates % self.every:
+        if self._updates < self.every:
             return False
         self.sync(shard, clock)
         return True
@@ -136,7 +145,7 @@ class Replicas:
         for rows_N in rows_U.split(BLOCK):
             for k, at_K, index_K in shard.local(shard.row_index.locate(rows_N)):
                 self._average(shard, k, index_K, rows_N[at_K], clock)
-        self._updated = []
+        self._updated, self._updates = [], 0
 
     def _average(self, shard: LocalShard, k: int, index_K: Tensor, names_K: Tensor, clock: Tensor) -> None:
         """Average rows of a part and their optimizer state."""

@@ -97,8 +97,10 @@ def saved_pieces(module: ShardedCollection) -> dict[str, RowPiece]:
     """The pieces of this rank, by key.
 
     Raises:
-        BadInput: the module has elastic ids, which pieces do not hold
+        BadInput: the module has elastic ids, which pieces do not hold, or its replicas are apart
     """
+    if module.trained.replicas is not None:
+        module.trained.replicas.raise_if_apart()
     if elastic := [feature for feature, ids in module.id_maps.items() if ids.is_elastic]:
         words = f"feature {elastic[0]!r} has elastic ids, which the state_dict of a shard does not hold; use thermocline.save"
         raise BadInput(words, feature=elastic[0])

@@ -349,6 +349,8 @@ def publish(
         raise BadInput(
             "a publisher of this model is open; close() it first, or give one publisher several addresses", open=True
         )
+    if ranks.groups is not None and ranks.groups.replicas is not None:
+        raise BadInput("replicas do not publish: use a job without a mesh, or serve what save writes", parameter="mesh")
     publisher = Publisher([ModuleRows(each) for each in found], ranks, model, dense)
     try:
         publisher._start(model, Path(folder), targets, secret, interval, rate)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from thermocline.distributed.exchange.host_numbers import HostNumbers
 from thermocline.distributed.placement.table_map import Counts
-from thermocline.distributed.process_groups import ProcessGroups
+from thermocline.distributed.process_groups import ProcessGroups, RankGroup
 from thermocline.heat.log_columns import LogIds
 from thermocline.heat.profile import HeatProfile, merge
 from thermocline.heat.profiler import PAGE, REST, Profiler, ProfilerSettings
@@ -62,20 +62,25 @@ def _by_feature(names: Sequence[str], ids_N: Counts, offsets: Counts, batch: int
 
 
 def merge_profiles(groups: ProcessGroups, profile: HeatProfile) -> HeatProfile:
-    """The merged profile of all ranks, on every rank. Collective."""
-    if groups.world.is_single:
+    """The merged profile of all ranks, those of other replicas included, on every rank. Collective."""
+    merged = _merge_over(groups.world, profile)
+    return merged if groups.replicas is None else _merge_over(groups.replicas, merged)
+
+
+def _merge_over(group: RankGroup, profile: HeatProfile) -> HeatProfile:
+    """The merged profile of the members of a group."""
+    if group.is_single:
         return profile
-    process_group = groups.world.process_group
-    rank, step = groups.rank, 1
-    with groups.world.collective():
-        while step < groups.size and rank % (2 * step) == 0:
-            if rank + step < groups.size:
+    process_group, ranks, index, step = group.process_group, group.ranks, group.index, 1
+    with group.collective():
+        while step < len(ranks) and index % (2 * step) == 0:
+            if index + step < len(ranks):
                 received: list[HeatProfile] = [profile]
-                dist.recv_object_list(received, src=rank + step, group=process_group)
+                dist.recv_object_list(received, src=ranks[index + step], group=process_group)
                 profile = merge([profile, received[0]])
             step *= 2
-        if rank:
-            dist.send_object_list([profile], dst=rank - step, group=process_group)
+        if index:
+            dist.send_object_list([profile], dst=ranks[index - step], group=process_group)
         merged = [profile]
-        dist.broadcast_object_list(merged, src=0, group=process_group)
+        dist.broadcast_object_list(merged, src=ranks[0], group=process_group)
     return merged[0]
