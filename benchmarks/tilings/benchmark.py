@@ -26,9 +26,9 @@ from benchmarks.sweep.ids import BatchStream, SweepBatch
 from benchmarks.sweep.kernel_time import kernel_times
 from benchmarks.tilings import tiling as T
 from benchmarks.tilings import workloads as W
+from benchmarks.tilings.tiling import Tiling
 from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.gather import gpu, reference
-from thermocline.kernels.gather.bag_launch import BagTiling as Tiling
 from thermocline.rows.arena import Arena
 
 TODAY = "today"
@@ -94,7 +94,7 @@ def _compile(case: Case, tiling: Tiling) -> None:
         T.gather_pool(arena.arrays, call_of(workload, batch), tiling)
         torch.cuda.synchronize()
     except Exception as error:  # the race names it again
-        print(f"compiling {T.label_of(tiling)}: {brief(error)}", flush=True)
+        print(f"compiling {tiling.label}: {brief(error)}", flush=True)
 
 
 def _few_rows(workload: SweepWorkload) -> SweepWorkload:
@@ -167,21 +167,21 @@ def _race(
     good: list[Tiling] = []
     for tiling, problem in checked(arena.arrays, calls[0], wanted, tilings(workload)):
         if problem:
-            recorder.note(f"{case}: {T.label_of(tiling)} is left out: {problem}")
+            recorder.note(f"{case}: {tiling.label} is left out: {problem}")
         else:
             good.append(tiling)
     if wrong:
         recorder.note(f"{case}: today's lookup is wrong: {wrong}")
     times = _times(arena, calls, good, device)
     peer = _peer(recorder, workload, stored, batches, device) if peers else None
-    best = min(good, key=lambda tiling: times[T.label_of(tiling)])
+    best = min(good, key=lambda tiling: times[tiling.label])
     recorder.record["times"][case] = {label: round(1e3 * ms, 1) for label, ms in sorted(times.items(), key=lambda at: at[1])}
     further: dict[str, Any] = {
-        "tiling": T.label_of(best), "peer_ms": peer, "limit_ms": W.bytes_of(workload, batches[0], stored) / rate / 1e6,
+        "tiling": best.label, "peer_ms": peer, "limit_ms": W.bytes_of(workload, batches[0], stored) / rate / 1e6,
         "lookups": batches[0].ids.numel(), "cached": W.share_cached(arena, batches[0].ids[: batches[0].counts[0]].long()),
     }  # fmt: skip
-    ratio = times[TODAY] / times[T.label_of(best)]
-    recorder.add(case, times[T.label_of(best)], "ms", TODAY, times[TODAY], ratio, **further)
+    ratio = times[TODAY] / times[best.label]
+    recorder.add(case, times[best.label], "ms", TODAY, times[TODAY], ratio, **further)
 
 
 def _pool(arrays: RowArrays, tiling: Tiling, call: LookupCall) -> Tensor:
@@ -192,7 +192,7 @@ def _times(arena: Arena, calls: list[LookupCall], good: list[Tiling], device: st
     """Kernel times in milliseconds; wall times on a CPU, in the interpreter."""
     runs: dict[str, Callable[[LookupCall], Any]] = {TODAY: lambda call: gpu.gather_pool(arena.arrays, call)}
     for tiling in good:
-        runs[T.label_of(tiling)] = functools.partial(_pool, arena.arrays, tiling)
+        runs[tiling.label] = functools.partial(_pool, arena.arrays, tiling)
     if device == "cpu":
         return {label: _seconds(run, calls[0]) * 1e3 for label, run in runs.items()}
     turn = {label: 0 for label in runs}

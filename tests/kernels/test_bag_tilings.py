@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from benchmarks.tilings import tiling as T
+from benchmarks.tilings.tiling import Tiling
 from support import has
 from thermocline import formats as F
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.gather import reference
-from thermocline.kernels.gather.bag_launch import BagTiling as Tiling
 from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.layout import Cache
 from thermocline.rows.arena import Arena
@@ -72,7 +72,7 @@ def _check(rows: RowArrays, lookup: Any, mode: int, tiling: Tiling, on: On, dtyp
     torch.testing.assert_close(got.cpu(), wanted, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=T.label_of)
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: tiling.label)
 @pytest.mark.parametrize("format", range(len(F.NAMES)), ids=F.NAMES)
 def test_every_precision_with_cached_rows(
     format: int, tiling: Tiling, make_arena: Make, make_lookup: Make, errors: Any, on: On
@@ -89,7 +89,7 @@ def test_rows_in_int8_slots(precision: str, make_arena: Make, make_lookup: Make,
         _check(_cached(arena), make_lookup(arena, 11, 6, seed=3), F.SUM, tiling, on)
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=T.label_of)
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: tiling.label)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_weighted_bags_of_many_tables(
     dtype: torch.dtype, tiling: Tiling, make_arena: Make, make_lookup: Make, errors: Any, on: On
@@ -109,7 +109,7 @@ def test_bags_longer_than_the_window_of_checks(length: int, make_arena: Make, er
         _check(_cached(arena), (ids, offsets, None), F.MEAN, tiling, on)
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=T.label_of)
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: tiling.label)
 @pytest.mark.parametrize("id", [30, -1, 2**40])
 @pytest.mark.parametrize("at", [0, 140, 299])
 def test_a_bad_id_is_reported_and_adds_nothing(at: int, id: int, tiling: Tiling, make_arena: Make, errors: Any, on: On) -> None:

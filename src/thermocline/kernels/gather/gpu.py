@@ -21,17 +21,14 @@ from thermocline.kernels.gpu.launch import ceil_div, launch, power_of_two
 from thermocline.kernels.gpu.staged import cache_tensors, is_staged, locate_staged
 from thermocline.kernels.layout import TableLayout, output_shape, per_feature
 
-from .bag_launch import BagTiling, launch_bags, out_align
+from .gpu_cached import pool_cached
 
 _FIELDS = tl.constexpr(F.LAYOUT_FIELDS)
 _CODES, _META, _ROW, _ROWS = (tl.constexpr(k) for k in (F.CODES, F.META, F.ROW, F.ROWS))
 _DIM, _FORMAT, _COLUMN = tl.constexpr(F.DIM), tl.constexpr(F.FORMAT), tl.constexpr(F.COLUMN)
 _MEAN, _MAX, _NONE = tl.constexpr(F.MEAN), tl.constexpr(F.MAX), tl.constexpr(F.NONE)
 
-LONG_BAG = 8  # mean ids of a bag from which bags of staged tables are processed one at a time
-SHORT_BAG = 3  # mean ids of a bag below which several bags are pooled side by side
-_PROGRAMS = 8192  # that keep a large GPU busy
-_SPLIT = 1 << 17  # lookups from which each kind of table has a launch of its own
+LONG_BAG = 8  # mean ids of a bag from which bags are processed one at a time
 
 
 @triton.jit
@@ -207,12 +204,20 @@ def _gather(
     format = tl.load(fields + feature * _FIELDS + _FORMAT)
     for g in tl.static_range(len(GROUPS)):
         if len(GROUPS) == 1 or ((dim == GROUPS[g][0]) & (format == GROUPS[g][1])):
-            _pool(
-                codes, meta, values, area, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch,
-                width, feature, first, MODE, WEIGHTED, CHECKED, TILE, STRIDE,
-                GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], OUT_BLOCK, ALIGN, GROUPS[g][4], GROUPS[g][5],
-                GROUPS[g][6], FEATURES,
-            )  # fmt: skip
+            if GROUPS[g][7] and STRIDE >= 4:
+                pool_cached(
+                    codes, meta, values, area, fields, ids, offsets, weights, out, flag, record, ids_count, batch, width,
+                    feature, first, MODE, WEIGHTED, CHECKED, STRIDE // 4,
+                    GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], ALIGN, 4 if GROUPS[g][4] > 4 else GROUPS[g][4],
+                    GROUPS[g][5], FEATURES,
+                )  # fmt: skip
+            else:
+                _pool(
+                    codes, meta, values, area, fields, ids, offsets, weights, out, winners, flag, record, ids_count, batch,
+                    width, feature, first, MODE, WEIGHTED, CHECKED, TILE, STRIDE,
+                    GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3], OUT_BLOCK, ALIGN, GROUPS[g][4], GROUPS[g][5],
+                    GROUPS[g][6], FEATURES,
+                )  # fmt: skip
 
 
 def row_align(format: int, dim: int, long: bool) -> int:
@@ -225,15 +230,23 @@ def row_align(format: int, dim: int, long: bool) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _groups(tables: TableLayout, long: bool, staged: bool) -> tuple[tuple[int, int, int, int, int, int, int], ...]:
-    """(dimension, format, BLOCK, BLOCK_H, row alignment, CACHED, pool of staged rows or -1) of each kind of table."""
+def out_align(tables: TableLayout) -> int:
+    """Alignment of features in a pooled output, in elements: a power of two."""
+    return math.gcd(tables.width, 16, *(f[F.COLUMN] for f in tables.features))
+
+
+@lru_cache(maxsize=1024)
+def _groups(
+    tables: TableLayout, long: bool, staged: bool, wide: bool
+) -> tuple[tuple[int, int, int, int, int, int, int, bool], ...]:
+    """(dimension, format, BLOCK, BLOCK_H, row alignment, CACHED, pool of staged rows or -1, wide) of each kind of table."""
     pools = {(pool.dim, pool.format): number for number, pool in enumerate(tables.pools)}
     groups = []
     for dim, format in tables.groups:
         number = pools.get((dim, format), -1)
         cached = S.slot_kinds(*(pool for pool in tables.pools if (pool.dim, pool.format) == (dim, format)))
         shape = (*R.tile_shape(format, dim), row_align(format, dim, long))
-        groups.append((dim, format, *shape, cached, number if staged else -1))
+        groups.append((dim, format, *shape, cached, number if staged else -1, bool(cached) and wide))
     return tuple(groups)
 
 
@@ -241,18 +254,6 @@ def tiling(block: int, long: bool) -> tuple[int, int, int]:
     """(bags of a program, ids of a bag processed at once, warps)."""
     tile, stride = (1, max(1, min(16, 2048 // block))) if long else (max(1, min(8, 2048 // block)), 1)
     return tile, stride, max(1, min(8, block * max(tile, stride) // 2048))
-
-
-@lru_cache(maxsize=1024)
-def _small(tables: TableLayout) -> bool:
-    """Whether 32 bits hold the ids of every table."""
-    return all(feature[F.ROWS] < 1 << 32 for feature in tables.features)
-
-
-def _tiling_of(tables: TableLayout, count: int, bags: int) -> BagTiling:
-    """How bags are tiled. About two sets of prepared lookups keep a program's start cheap."""
-    several = min(8, 64 * bags // max(1, count), bags // _PROGRAMS)
-    return BagTiling(128, 4, max(1, several), split=count >= _SPLIT and len(tables.groups) > 1)
 
 
 def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
@@ -271,15 +272,11 @@ def gather_pool(rows: RowArrays, call: LookupCall) -> tuple[Tensor, Tensor]:
     winners = torch.empty(shape, dtype=torch.int32, device=meta.device) if mode == F.MAX else _none(meta.device)
     if batch == 0:
         return out, winners
-    bags, staged = batch * features, cache is not None and cache.staged
-    # Tables in host memory use one order of additions, so that no bit depends on whether rows were prefetched.
-    if mode <= F.MEAN and count >= SHORT_BAG * bags and not staged and codes.device == meta.device and _small(tables):
-        launch_bags(
-            rows, call._replace(ids_N=ids_N, offsets=offsets, weights_N=weights_N), out, _tiling_of(tables, count, bags)
-        )
-        return out, winners
-    long = mode <= F.MEAN and count >= LONG_BAG * bags
-    tile, warps, constants = _constants(tables, unpooled, long, staged)
+    long = mode <= F.MEAN and count >= LONG_BAG * batch * features
+    staged = cache is not None and cache.staged
+    # TableLayout in host memory use one order of additions, so that no bit depends on whether rows were prefetched.
+    wide = not staged and codes.device == meta.device
+    tile, warps, constants = _constants(tables, unpooled, long, staged, wide)
     programs = max(1, ceil_div(count, tile) + features - 1) if unpooled else features * ceil_div(batch, tile)
     launch(
         _gather, programs,
@@ -297,9 +294,11 @@ def _none(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _constants(tables: TableLayout, unpooled: bool, long: bool, staged: bool) -> tuple[int, int, tuple[object, ...]]:
+def _constants(
+    tables: TableLayout, unpooled: bool, long: bool, staged: bool, wide: bool
+) -> tuple[int, int, tuple[object, ...]]:
     """(bags of a program, warps, constants of `_gather`)."""
-    groups, features = _groups(tables, long, staged), len(tables.features)
+    groups, features = _groups(tables, long, staged, wide), len(tables.features)
     tile, stride, warps = tiling(max(g[2] for g in groups), long)
     mixed = unpooled and len({dim for dim, _ in tables.groups}) > 1
     out_block = power_of_two(tables.max_dim) if mixed else 0
@@ -357,7 +356,7 @@ def weight_gradient(rows: RowArrays, call: LookupCall, grad_out: Tensor) -> Tens
     result_N = torch.zeros(count, dtype=torch.float32, device=meta.device)
     if count == 0:
         return result_N
-    groups = _groups(tables, False, cache is not None and cache.staged)
+    groups = _groups(tables, False, cache is not None and cache.staged, False)
     tile = max(1, min(4, 2048 // max(g[2] for g in groups)))
     launch(
         _weight_gradient, len(tables.features) * ceil_div(batch, tile),

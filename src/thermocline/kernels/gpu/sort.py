@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.kernels.gather.bag_launch import out_align
+from thermocline.kernels.gather.gpu import out_align
 from thermocline.kernels.layout import Layout, per_feature
 
 from .bags import bag_bounds, check_feature_offsets, locate_bags
