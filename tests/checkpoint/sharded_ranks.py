@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -40,9 +41,8 @@ def work(rank: int, tasks: Any, results: Any) -> None:
         name, store, size, arguments = tasks.get()
         try:
             if size > 1:
-                timeout = timedelta(seconds=300)
-                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-            results.put((rank, True, globals()[name](rank, size, *arguments)))
+                dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=300), size, rank)
+            results.put((rank, True, (resolve_name(name) if "." in name else globals()[name])(rank, size, *arguments)))
         except Exception as error:
             results.put((rank, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
         finally:
@@ -372,26 +372,6 @@ def train_and_publish(
             done.append(publisher.flush(120.0))
         tc.save(model, folder + " expected")
         return [publisher.number, done, [each.state for each in publisher.servers]]
-
-
-def publish_within_a_budget(
-    rank: int, size: int, plan: Any, heat: Any, settings: Any, folder: str, address: str, secret: str
-) -> list[Any]:  # fmt: skip
-    """Train and publish a few bytes at a time, and end without the rest. Returns whether steps and rows that wait were left."""
-    model, dense, _ = made(plan, heat, settings)
-    publisher = tc.publish(model, folder, to=address, secret_file=secret, interval=0.0, budget="1MiB")
-    (link,), sent = publisher._links, list[Any]()
-    offer = link.offer
-    with mock.patch.object(link, "offer", lambda part, small: (sent.append(small), offer(part, small))):
-        publisher.flush(120.0)
-        served = []
-        for first in range(0, 18, 3):
-            steps(model, dense, rank, size, first, first + 3)
-            publisher._seal(0.0, 150.0)
-            publisher._wait_idle(time.monotonic() + 120.0)
-            served.append(publisher._check_logged() and link.wait_for(publisher.number, 120.0))
-    publisher._end()
-    return [all(served), any(part.steps for part in sent), len(publisher._budget._backlog.pending)]
 
 
 def publish_after_a_failure(rank: int, size: int, plan: Any, heat: Any, settings: Any, folder: str) -> list[Any]:

@@ -70,7 +70,7 @@ def test_steps_of_four_ranks_serve_the_rows_of_their_logs(on_ranks, tmp_path):
     try:
         address = f"127.0.0.1:{server.listener.port}"
         plan, settings = plan_of(2, 2, tables_in_all_tiers(), HEAT), {"precision": "int8"}
-        found = on_ranks("publish_within_a_budget", 4, plan, HEAT, settings, folder, address, str(secret))
+        found = on_ranks("budget_ranks.publish_within_a_budget", 4, plan, HEAT, settings, folder, address, str(secret))
         assert all(served for served, _, _ in found) and any(steps for _, steps, _ in found)
         assert sum(waiting for _, _, waiting in found) > 0
         ids = {name: torch.arange(rows) for name, (rows, _, _) in TABLES.items()}

@@ -281,7 +281,8 @@ def _merged(found: Sequence[tuple[str, RowDelta]]) -> dict[str, RowDelta]:
     deltas = dict[str, list[RowDelta]]()
     for name, delta in found:
         deltas.setdefault(name, []).append(delta)
-    return {name: merge_deltas(each) for name, each in deltas.items()}
+    merged = {name: merge_deltas(each) for name, each in deltas.items()}
+    return {name: taken(each, each.rows_K.argsort()) for name, each in merged.items()}  # places of a rank have another order
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
