@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -40,9 +41,8 @@ def work(rank: int, tasks: Any, results: Any) -> None:
         name, store, size, arguments = tasks.get()
         try:
             if size > 1:
-                timeout = timedelta(seconds=300)
-                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-            results.put((rank, True, globals()[name](rank, size, *arguments)))
+                dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=300), size, rank)
+            results.put((rank, True, (resolve_name(name) if "." in name else globals()[name])(rank, size, *arguments)))
         except Exception as error:
             results.put((rank, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
         finally:

@@ -63,6 +63,24 @@ def test_all_ranks_raise_when_one_fails_and_nothing_is_lost(on_ranks, tmp_path):
         check([group], folder)
 
 
+def test_steps_of_four_ranks_serve_the_rows_of_their_logs(on_ranks, tmp_path):
+    folder, secret = str(tmp_path / "saved"), tmp_path / "secret"
+    secret.write_bytes(b"0123456789abcdef")
+    server = LateServer(folder, secret.read_bytes())
+    try:
+        address = f"127.0.0.1:{server.listener.port}"
+        plan, settings = plan_of(2, 2, tables_in_all_tiers(), HEAT), {"precision": "int8"}
+        found = on_ranks("budget_ranks.publish_within_a_budget", 4, plan, HEAT, settings, folder, address, str(secret))
+        assert all(served for served, _, _ in found) and any(steps for _, steps, _ in found)
+        assert sum(waiting for _, _, waiting in found) > 0
+        ids = {name: torch.arange(rows) for name, (rows, _, _) in TABLES.items()}
+        live, restarted = (group.lookup(ids) for group in (server.group(), server.restarted()))
+        assert server.groups[0].publishes.number == server.groups[1].publishes.number >= 6
+        assert all(torch.equal(live[name], restarted[name]) for name in TABLES)
+    finally:
+        server.close()
+
+
 def test_publishes_of_four_ranks_are_one_and_equal_a_checkpoint(on_ranks, tmp_path):
     """All three tiers, a table on one rank, and cache slots."""
     folder, secret = str(tmp_path / "saved"), tmp_path / "secret"

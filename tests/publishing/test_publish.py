@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -179,13 +180,16 @@ def test_a_resumed_trainer_is_a_new_run_and_servers_go_back_to_its_save(make_tra
     assert publisher.flush() and server.serves(trainer.expected())
 
 
-def test_rolling_back_serves_an_earlier_publish_until_resume(make_trainer, serve, publish):
+def test_rolling_back_serves_an_earlier_publish_until_resume(make_trainer, serve, publish, monkeypatch):
     server = serve(trainer := make_trainer())
     publisher, rows = publish(trainer, server), {}
     for _ in range(4):
         trainer.train()
         publisher.flush()
         rows[publisher.number] = trainer.expected()
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(server.group, "_show", mock.Mock(side_effect=OSError("no memory")))
+        server.publishes.roll_back(3)
     for number in (3, 1):
         server.publishes.roll_back(number)
         assert server.serves(rows[number])

@@ -124,7 +124,7 @@ def test_a_server_with_nonsense_for_answers_does_not_end_the_link(make_trainer, 
     monkeypatch.setattr("thermocline.publishing.server_link.connect", lambda *_: Nonsense())
     publisher = thermocline.publish(trainer.model, trainer.folder, interval=0.0)
     target = publishing.LinkTarget("localhost", 9, "tables", 5.0)
-    link = publishing.ServerLink(target, 1, "", b"", None)
+    link = publishing.ServerLink(target, 1, "", "", b"", None)
     assert all(asked.acquire(timeout=30.0) for _ in range(2)), "it asks again"
     assert link.has(10**9) and link.state.state == "behind"
     link.close()

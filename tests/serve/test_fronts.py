@@ -254,6 +254,10 @@ def test_a_version_that_cannot_be_sent_to_fronts_is_served_nowhere(fronts: Front
         version, rows = fronts.rows(connection)
         assert version == "before" and (rows == 5.0).all()
         connection.close()
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr("thermocline.serve.fronts.front_processes.pack", no_memory)
+        fronts.group.load(fronts.folder)
+    assert fronts.group.version == "before" and (fronts.group.lookup({"user": [3]})["user"] == 5.0).all()
     fronts.group.apply_deltas("after", constant(fronts.group, 6.0))
     assert {fronts.rows()[0] for _ in range(6)} == {"after"}
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from thermocline import formats as F
 from thermocline.checkpoint.publishes.part import PublishedTable
 from thermocline.checkpoint.publishes.row_delta import RowDelta, merge_deltas
-from thermocline.checkpoint.publishes.row_steps import FORMATS, RowSteps, coefficients, directions_of
+from thermocline.checkpoint.publishes.row_steps import FORMATS, MOST_CODES, STEP_BYTES, RowSteps, coefficients, directions_of
 from thermocline.kernels import dequantize_rows
 from thermocline.rows.change_bitmap import UpdateCounts
 
@@ -31,7 +31,7 @@ from .selection import RowAges, choose, waiting_ages
 _LEAST_BYTES = 1.5  # of a row as a step, to bound how many are tried
 _TRIES, _MOST_TRIES, _CLOSE = 6, 16, 0.93  # to find the step that fills the budget, and the share that is enough
 _WANTED, _COOL = 1 << 14, 4096  # rows at least; publishes until heat is halved
-_LARGEST, _HUGE = 127, 1e30  # code of a step; error of a row that is not finite
+_LARGEST, _HUGE = 127, 1e20  # code of a step; error of a row that is not finite, or too far for a step
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -88,9 +88,10 @@ class RowBacklog:
         """Rows that servers have otherwise."""
         return np.flatnonzero((self._error_R > 0) | self._waits_R)
 
-    def send_whole(self) -> None:
-        """Send pending rows whole: a server loaded a save, which has others of their values than were sent."""
-        self._whole_R[self.pending] = True
+    def send_whole(self, copied: Sequence[CopiedRows]) -> None:
+        """Send pending and copied rows whole: a server loaded a save, which has other values of them than were sent."""
+        for at_K in (self.pending, *map(self._at, copied)):
+            self._whole_R[at_K] = True
 
     def give_back(self) -> None:
         """The last publish failed: send its rows again, whole."""
@@ -102,7 +103,8 @@ class RowBacklog:
         copied = [each for each in copied if len(each.places_K)]
         at_K = self._sent = _joined([self._at(each) for each in copied], np.int64)
         counts_K = _joined([each.counts_K for each in copied], np.uint8)
-        self._heat_R[at_K] += np.where(counts_K == UpdateCounts.FIRST, 1, counts_K)
+        first_K = counts_K == UpdateCounts.FIRST  # another id's now
+        self._heat_R[at_K] = np.where(first_K, 1, self._heat_R[at_K] + counts_K)
         self._waits_R[at_K] |= counts_K > 0
         changes = [self._measure(each) for each in copied]
         error_K, waits_K, age_K = self._error_R[at_K], self._waits_R[at_K], np.zeros(len(at_K))
@@ -110,11 +112,11 @@ class RowBacklog:
         tables = [(self._tables[each.slot], len(each.places_K)) for each in copied]
         bytes_K = _joined([np.full(rows, whole_bytes(table)) for table, rows in tables], np.int64)
         fine_K = _joined([np.full(rows, table.format in FORMATS) for table, rows in tables], np.bool_)
-        fine_K &= ~self._whole_R[at_K] & (error_K < _HUGE) & steps
-        whole_K = choose(bytes_K, counts_K == UpdateCounts.FIRST, error_K, age_K, fine_K, available)
+        dim_K = _joined([np.full(rows, table.dim) for table, rows in tables], np.int64)
+        fine_K &= ~self._whole_R[at_K] & (error_K < _HUGE) & (dim_K**2 < available / 2) & steps
+        whole_K = choose(bytes_K, first_K, error_K, age_K, fine_K, available)
         left = max(available - float(bytes_K[whole_K].sum()), 0.0)
-        few_K = np.flatnonzero(fine_K & ~whole_K & (error_K > 0))
-        few_K = np.sort(few_K[np.argsort(-error_K[few_K], kind="stable")[: int(min(left / _LEAST_BYTES, len(few_K)))]])
+        few_K = _tried(np.flatnonzero(fine_K & ~whole_K & (error_K > 0)), error_K, dim_K, left)
         whole = self._put_whole(copied, np.flatnonzero(whole_K))
         found = self._fill(self._groups(copied, changes, few_K), left)
         rows = _merged([*whole.items(), *(each for places, some in found for each in self._put_steps(*places, some).items())])
@@ -252,6 +254,14 @@ def whole_bytes(table: PublishedTable) -> int:
     return 8 + F.row_bytes(table.format, table.dim) + 4 * F.META_WORDS[table.format]
 
 
+def _tried(few_K: Rows, error_K: Floats, dim_K: Rows, left: float) -> Rows:
+    """The rows that are tried as steps, those with the largest errors, ascending: as many as bytes are left for, and fit."""
+    few_K = few_K[np.argsort(-error_K[few_K], kind="stable")[: int(min(left / _LEAST_BYTES, len(few_K)))]]
+    codes_K = np.cumsum(dim_K[few_K] + STEP_BYTES)
+    most = MOST_CODES - int(np.square(np.unique(dim_K[few_K])).sum())
+    return np.sort(few_K[codes_K <= most])
+
+
 def taken(delta: RowDelta, which_K: Rows) -> RowDelta:
     """Some rows of a delta."""
     return RowDelta(delta.rows_K[which_K], delta.codes_KB[which_K], delta.meta_KW[which_K])
@@ -271,7 +281,8 @@ def _merged(found: Sequence[tuple[str, RowDelta]]) -> dict[str, RowDelta]:
     deltas = dict[str, list[RowDelta]]()
     for name, delta in found:
         deltas.setdefault(name, []).append(delta)
-    return {name: merge_deltas(each) for name, each in deltas.items()}
+    merged = {name: merge_deltas(each) for name, each in deltas.items()}
+    return {name: taken(each, each.rows_K.argsort()) for name, each in merged.items()}  # places of a rank have another order
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

@@ -37,8 +37,6 @@ class BudgetedSends:
         """Copy the rows that changed, and those that wait and should be sent now. `reloaded`: a server has loaded a save."""
         if any(each.arena is not arena for each, arena in zip(self._modules, self._arenas, strict=True)):
             self._compare()  # after a replanning: all rows are sent again
-        if reloaded:
-            self._backlog.send_whole()
         backlog, found, number = self._backlog, list[CopiedRows](), 0
         wanted = backlog.pending if everything else backlog.wanted
         for module in self._modules:
@@ -50,6 +48,8 @@ class BudgetedSends:
             rows_K = torch.cat([module.changed(), *also]).unique()
             found += [CopiedRows(number + index, *copied) for index, copied in module.copy(rows_K)]
             number += len(firsts)
+        if reloaded:
+            backlog.send_whole(found)
         return found
 
     def choose(

@@ -84,7 +84,9 @@ class Publisher:
         if self._ranks.rank == 0:
             self._log.only()
         signature = model_signature(self.tables)
-        self._links = [ServerLink(target, self._run, signature, secret, read_tls()) for target in targets]
+        changes = self._rows[0].arena.changes
+        token = "" if changes is None else changes.base
+        self._links = [ServerLink(target, self._run, signature, token, secret, read_tls()) for target in targets]
         self._thread = threading.Thread(target=self._write_log, name="publish log", daemon=True)
         self._thread.start()
 
@@ -182,10 +184,8 @@ class Publisher:
                 deltas |= each.take(each.changed())
         if self._budget is not None:
             available = self._budget.budget.available() if available is None else available
-            reloaded = [link for link in self._links if link.reloaded]
-            copied = self._budget.copy(available == float("inf"), bool(reloaded))
-            for link in reloaded:
-                link.reloaded = False
+            reloaded = [link.reloaded(self.number + 1) for link in self._links]
+            copied = self._budget.copy(available == float("inf"), any(reloaded))
         for each in self._rows:
             ids |= each.take_ids()
         dense = self._dense_tensors() if self._ranks.rank == 0 else {}

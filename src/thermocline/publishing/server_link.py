@@ -59,13 +59,15 @@ class LinkTarget:
 class ServerLink:
     """Sends publishes to one server. `offer` and `is_waiting` are for the publisher's thread."""
 
-    def __init__(self, target: LinkTarget, run: int, signature: str, secret: bytes, tls: HostTls | None) -> None:
+    def __init__(
+        self, target: LinkTarget, run: int, signature: str, save: str, secret: bytes, tls: HostTls | None
+    ) -> None:  # fmt: skip
         self._target, self._secret, self._tls = target, secret, tls
         self._hello = {"do": "hello", "model": target.model, "run": run, "signature": signature}
         self._changed, self._ended = threading.Condition(), False
         self._part: PublishPart | None = None
         self._small: PublishPart | None = None  # of the same publish
-        self.takes_steps, self._loaded, self.reloaded = True, 0, False
+        self.takes_steps, self._loaded, self._reloaded, self._steps_from = True, save, False, 0
         self._number, self._live, self._refused, self._error, self._seconds = 0, False, False, "not reached yet", 0.0
         self._session: Session | None = None
         self._thread = threading.Thread(target=self._run, name=f"publish {target.host}:{target.port}", daemon=True)
@@ -78,6 +80,17 @@ class ServerLink:
         with self._changed:
             self._part, self._small = part, small
             self._changed.notify_all()
+
+    def reloaded(self, number: int) -> bool:
+        """Whether the server has loaded a save since publish `number - 1` was copied, which is the last without its rows.
+
+        A save has other values of rows than were sent, if they wait or changed after its publish. From publish `number` on they
+        go whole. Steps of an earlier one do not fit.
+        """
+        with self._changed:
+            found, self._reloaded = self._reloaded, False
+            self._steps_from = number if found else self._steps_from
+            return found
 
     def has(self, number: int) -> bool:
         """Whether the publisher need not wait: the server serves a publish, or is not live."""
@@ -134,9 +147,10 @@ class ServerLink:
             with self._changed:
                 self._changed.wait_for(lambda: self._ended or (self._part is not None and self._part.number > self._number))
                 part, small = self._part, self._small
+                fits = self.takes_steps and not self._reloaded
             if part is None or small is None or self._has_ended():
                 return
-            fits = self.takes_steps and not self.reloaded and part.since == self._number
+            fits = fits and part.number >= self._steps_from and part.since == self._number
             known = part.since <= self._number and self._send(session, part, small if fits else part)
 
     def _find_number(self, session: Session) -> bool:
@@ -153,9 +167,8 @@ class ServerLink:
             self._number, part = int(reply["number"]), self._part
             self._live = self._live or part is None or self._number >= part.since
             self._refused, self.takes_steps = False, bool(reply["steps"])
-            # The save that it loaded has other values of rows that wait than were sent: they go whole from the next publish on.
-            self.reloaded |= int(reply["loaded"]) != self._loaded
-            self._loaded = int(reply["loaded"])
+            self._reloaded |= reply["loaded"] != self._loaded
+            self._loaded = str(reply["loaded"])
             self._changed.notify_all()
         if not self._live:
             self._pause(_PAUSE_S)

@@ -27,8 +27,8 @@ from thermocline import formats as F
 from thermocline.errors import BadPublish
 from thermocline.ids.moved_ids import MovedIds
 
-from .row_delta import RowDelta
-from .row_steps import RowSteps
+from .row_delta import RowDelta, are_rows
+from .row_steps import MOST_CODES, RowSteps, step_codes
 
 _SIZE = struct.Struct("<Q")
 _MAX_HEADER, MAX_RANKS, _MAX_TABLES = 1 << 22, 1 << 14, 1 << 16
@@ -108,7 +108,9 @@ class PublishPart:
             deltas = {str(name): read.delta(rows, width, words) for name, rows, width, words in fields["tables"]}
             ids = {str(name): read.moved(rows) for name, rows in fields["ids"]}
             dense = {str(name): read.tensor(_DTYPES[dtype], shape) for name, dtype, shape in fields["dense"]}
-            steps = tuple(read.steps(*each) for each in fields.get("steps", ()))
+            claimed = [_claimed(*each) for each in fields.get("steps", ())]
+            _check_sizes(claimed)
+            steps = tuple(read.steps(*each) for each in claimed)
             if read.at != len(data) or max(len(deltas), len(dense), len(ids)) > _MAX_TABLES:
                 raise ValueError(f"it has {len(data)} bytes, and its header {read.at}")
             numbers = {name: kind(fields[name]) for name, kind in _NUMBERS.items()}
@@ -163,9 +165,8 @@ class _Arrays:
         rows_K, ids_K = (self._read(np.int64, rows).copy() for _ in range(2))
         return MovedIds(*map(torch.from_numpy, (rows_K, ids_K, self._read(np.uint8, rows) != 0)))
 
-    def steps(self, tables: Sequence[Sequence[Any]], dim: int, step: float, sizes: Sequence[int]) -> RowSteps:
-        pieces = [self._read(np.uint8, size).tobytes() for size in sizes]
-        return RowSteps.decode([(str(name), int(rows)) for name, rows in tables], int(dim), float(step), pieces)
+    def steps(self, tables: Sequence[tuple[str, int]], dim: int, step: float, sizes: Sequence[int]) -> RowSteps:
+        return RowSteps.decode(tables, dim, step, [self._read(np.uint8, size).tobytes() for size in sizes])
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         size = int(np.prod(shape, dtype=object)) * dtype.itemsize
@@ -173,12 +174,28 @@ class _Arrays:
         return torch.from_numpy(found).view(dtype).reshape(tuple(shape)) if size else torch.empty(tuple(shape), dtype=dtype)
 
 
+ClaimedSteps = tuple[list[tuple[str, int]], int, float, Sequence[int]]  # tables, columns, step, sizes of pieces
+
+
+def _claimed(tables: Sequence[Sequence[Any]], dim: Any, step: Any, sizes: Sequence[int]) -> ClaimedSteps:
+    return [(str(name), int(rows)) for name, rows in tables], int(dim), float(step), sizes
+
+
+def _check_sizes(claimed: Sequence[ClaimedSteps]) -> None:
+    """Raise ValueError unless steps have each table once, and few codes in all: a few bytes may stand for many."""
+    names = [name for tables, *_ in claimed for name, _ in tables]
+    sizes = [(sum(max(rows, 0) for _, rows in tables), max(dim, 0)) for tables, dim, *_ in claimed]
+    codes = sum(step_codes(rows, dim) for rows, dim in sizes)
+    if len(set(names)) < len(names) or codes > MOST_CODES:
+        raise ValueError(f"steps have {codes:,} codes of {len(names)} tables; {MOST_CODES:,} may be, and each table once")
+
+
 def check_steps(table: PublishedTable | None, steps: RowSteps, rows: slice) -> None:
     """Raise `BadPublish` unless steps change rows of a table."""
     rows_K = steps.rows_K[rows]
     if table is None or table.dim != len(steps.codes_DK):
         raise BadPublish("the publish has steps of another table", "model")
-    if len(rows_K) and not (rows_K[0] >= 0 and rows_K[-1] < table.rows and bool((np.diff(rows_K) > 0).all())):
+    if not are_rows(rows_K, table.rows):
         raise BadPublish(f"steps of table {table.name!r} must be of rows 0 to {table.rows - 1}", "damaged", table=table.name)
 
 
@@ -188,7 +205,7 @@ def _check_delta(table: PublishedTable, delta: RowDelta) -> None:
         words = f"rows of table {table.name!r} have {found[0]} bytes and {found[1]} meta words, not {shape[0]} and {shape[1]}"
         raise BadPublish(words, "model", table=table.name)
     rows_K = delta.rows_K
-    if len(rows_K) and not (rows_K[0] >= 0 and rows_K[-1] < table.rows and bool((np.diff(rows_K) > 0).all())):
+    if not are_rows(rows_K, table.rows):
         words = f"rows of table {table.name!r} must be 0 to {table.rows - 1}, ascending and each once"
         raise BadPublish(words, "damaged", table=table.name, rows=table.rows)
     bad_K = not_finite(table.format, delta.codes_KB, delta.meta_KW)

@@ -22,6 +22,11 @@ class RowDelta:
         return self.rows_K.nbytes + self.codes_KB.nbytes + self.meta_KW.nbytes
 
 
+def are_rows(rows_K: NDArray[np.int64], rows: int) -> bool:
+    """Whether numbers are rows of a table, ascending and each once. Differences would wrap around."""
+    return not len(rows_K) or bool(rows_K[0] >= 0 and rows_K[-1] < rows and (rows_K[1:] > rows_K[:-1]).all())
+
+
 def merge_deltas(deltas: Sequence[RowDelta]) -> RowDelta:
     """Consecutive deltas as one. The last value of a row wins."""
     if len(deltas) == 1:

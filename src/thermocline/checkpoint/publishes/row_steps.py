@@ -9,7 +9,6 @@ format. The log of the folder has the row whole.
 from __future__ import annotations
 
 import bz2
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +24,9 @@ from .row_delta import RowDelta
 
 FORMATS = (F.FP32, F.FP16, F.BF16, F.FP8, F.INT8, F.INT8_AFFINE)  # int4 rows are small, and coarser than a step
 _UNIT = np.float32(127.0)  # of a direction
-_MOST = 1 << 28  # codes
+MOST_CODES = 1 << 26  # of a publish
+STEP_BYTES = 9  # of a step beside its codes: gap and exponent
+_LARGEST_STEP = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,11 @@ class RowSteps:
     directions_DD: NDArray[np.int8]
     step: float
 
+    @property
+    def size(self) -> int:
+        """The codes, and as many bytes as rows and directions have."""
+        return step_codes(len(self.rows_K), len(self.codes_DK))
+
     @cached_property
     def pieces(self) -> list[bytes]:
         """Rows, exponents and codes, compressed, and the directions. The high bytes of gaps between rows are mostly zeros."""
@@ -53,10 +59,8 @@ class RowSteps:
     def decode(cls, tables: Sequence[tuple[str, int]], dim: int, step: float, pieces: Sequence[bytes]) -> RowSteps:
         """The inverse of `pieces`. Raises ValueError if the pieces are damaged."""
         rows = sum(count for _, count in tables)
-        if min((count for _, count in tables), default=0) < 0 or not 0 < dim <= F.MAX_DIM or not 0 < step < math.inf:
+        if min((count for _, count in tables), default=0) < 0 or not 0 < dim <= F.MAX_DIM or not 0 < step <= _LARGEST_STEP:
             raise ValueError(f"steps of {rows} rows of {dim} columns by {step}")
-        if rows * dim > _MOST:  # a few bytes may stand for as many
-            raise ValueError(f"steps have {rows * dim} codes, more than {_MOST}")
         sizes = 8 * rows, rows, dim * rows, dim * dim
         gaps, exponents_K, codes, directions = (_inflate(*each) for each in zip(pieces, sizes, strict=True))
         rows_K = np.cumsum(np.ascontiguousarray(gaps.reshape(8, rows).T).view(np.int64).reshape(-1))
@@ -91,6 +95,11 @@ class RowSteps:
                 moved_M = np.flatnonzero(codes_K)
                 found_KD[moved_M] += (codes_K[moved_M] * step_K[moved_M])[:, None] * direction_D.astype(np.float32)
         return found_KD
+
+
+def step_codes(rows: int, dim: int) -> int:
+    """The bytes of steps before they are compressed."""
+    return rows * (dim + STEP_BYTES) + dim * dim
 
 
 def directions_of(changes_KD: NDArray[np.float32]) -> NDArray[np.int8]:

@@ -104,11 +104,11 @@ class PublishListener:
         model, action = self._find(str(message["model"])), message["do"]
         if action == "publish":
             check_fits(2 * len(data), f"a publish of {len(data):,} bytes")
-            return {"number": model.offer(PublishPart.decode(data), float(message["age"]), int(message["loaded"]))}
+            return {"number": model.offer(PublishPart.decode(data), float(message["age"]), str(message["loaded"]))}
         if action == "hello":
             number = model.hello(int(message["run"]), str(message["signature"]))
             log("a trainer publishes", model=message["model"], run=f"{model.run:016x}", publish=number)
-            return {"number": number, "loaded": model.loaded_base, "steps": model.takes_steps}
+            return {"number": number, "loaded": model.save, "steps": model.takes_steps}
         if action == "roll back":
             model.roll_back(None if message["to"] is None else int(message["to"]))
             log("rolled back", WARNING, model=message["model"], publish=model.number)

@@ -27,6 +27,7 @@ from thermocline.checkpoint.publishes.row_delta import RowDelta, merge_deltas
 from thermocline.errors import BadInput, BadPublish, FormatError
 from thermocline.ids.moved_ids import MovedIds
 from thermocline.serve.tables.in_place import check_moved, put_deltas, put_moved, visible_ids, visible_rows
+from thermocline.serve.tables.memory_limits import check_fits
 
 from .staleness import PublishAge, Staleness
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("thermocline.serve")
 KEPT, KEPT_BYTES = 32, 256 << 20
+_STEP_BYTES = 24  # that a code of steps takes while they become rows
 _MAX_OPEN, _PARTS_S = 4, 30.0  # publishes that wait for parts of other ranks, and for how long
 
 
@@ -66,8 +68,8 @@ class PublishedModel:
         self._parts: dict[tuple[int, int], dict[int, PublishPart]] = {}
         self._replaced: deque[ReplacedRows] = deque()
         self._age: PublishAge | None = None
-        self.run = self.number = self.base = 0  # base: the publish that the checkpoint contains
-        self.loaded_base = 0  # the base when rows were read from it
+        self.run = self.number = self.base = 0  # base: the publish that the save contains from which rows were read
+        self.save, self.saved = "", 0  # token and number of that save
         self.held = False
         self.rows = self.refused = 0
 
@@ -89,13 +91,13 @@ class PublishedModel:
                 dense |= dict(dense_of(parts))
         except (BadPublish, FormatError, OSError) as error:  # start with what is good
             LOGGER.warning("the log of publishes is damaged", extra={"fields": {"publish": number, "error": str(error)[:400]}})
-        return LoadedLog(run, base, number, at, dense if number > base else version.dense)
+        return LoadedLog(run, base, number, at, dense if number > base else version.dense, *_save_of(source))
 
     def loaded(self, log: LoadedLog) -> None:
         """A checkpoint with its log replaced what was served."""
         with self._changed:
             self.run, self.base, self.number, self.held = log.run, log.base, log.number, False
-            self.loaded_base = log.base
+            self.save, self.saved = log.save, log.saved
             self._parts.clear()
             self._replaced.clear()
             self._age = PublishAge(max(0.0, time.time() - log.at)) if log.at else None
@@ -112,22 +114,22 @@ class PublishedModel:
             return found
 
     def contains(self, source: CheckpointSource) -> bool:
-        """Whether a newer save of the folder has nothing that is not served: it is of the same run, and not ahead."""
+        """Whether publishes bring what a newer save of the folder has: it is of the same run, and not ahead.
+
+        It may have later values of rows, which changed since its publish or wait for a budget. So it is not what is served.
+        """
         run, number = contained_publish(source.checkpoint)
         with self._changed:
-            if not run or run != self.run or number > self.number:
-                return False
-            self.base = number
-            return True
+            return bool(run) and run == self.run and number <= self.number
 
     def followed(self, source: CheckpointSource) -> None:
         """Changed rows of a newer save were applied."""
-        self.loaded(LoadedLog(*(found := contained_publish(source.checkpoint)), found[1], 0.0, {}))
+        self.loaded(LoadedLog(*(found := contained_publish(source.checkpoint)), found[1], 0.0, {}, *_save_of(source)))
         self.catch_up()
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether the served rows are those of the checkpoint alone."""
+        """Whether the served rows are those of save `saved` alone."""
         return self.number == self.base and not self.held
 
     # -- connections --------------------------------------------------------------------------------------------------------
@@ -153,8 +155,8 @@ class PublishedModel:
                 raise BadPublish(words + "that publish(folder=...) saves to", "run", run=run)
             return self.number
 
-    def offer(self, part: PublishPart, age: float, loaded: int = 0) -> int:
-        """Apply a publish once all of its parts are there, and return its number. `loaded`: what steps take for `loaded_base`.
+    def offer(self, part: PublishPart, age: float, loaded: str = "") -> int:
+        """Apply a publish once all of its parts are there, and return its number. `loaded`: the save that steps continue.
 
         Raises:
             BadPublish: it does not continue the served publish, has bad rows, or parts of other ranks are missing
@@ -189,12 +191,17 @@ class PublishedModel:
         self._check_not_held()
         _check([part], self.run, self.number, self._group.current)
 
-    def _with_rows(self, part: PublishPart, loaded: int) -> PublishPart:
+    def _with_rows(self, part: PublishPart, loaded: str) -> PublishPart:
         """A part with rows in place of steps, which are the served rows after their steps."""
         if not part.steps:
             return part
-        if (part.since, loaded) != (self.number, self.loaded_base):
-            raise BadPublish(f"steps continue publish {part.since}, and {self.number} is served", "order", number=self.number)
+        if (part.since, loaded) != (self.number, self.save):
+            words = (
+                f"steps continue publish {part.since} after save {loaded[:16]!r}; {self.number} after {self.save!r} is served"
+            )
+            raise BadPublish(words, "order", number=self.number)
+        codes = sum(steps.size for steps in part.steps)
+        check_fits(_STEP_BYTES * codes, f"a publish of {codes:,} codes")
         version = self._group.current
         tables = {table.name: table for table in _tables_of(version)}
         deltas, formats = dict(part.deltas), {name: table.format for name, table in tables.items()}
@@ -211,7 +218,9 @@ class PublishedModel:
                 raise BadPublish(f"rows after their steps: {error}", "values") from None
             for name, delta in after.items():
                 deltas[name] = merge_deltas([deltas[name], delta]) if name in deltas else delta
-        return replace(part, deltas=deltas, steps=())
+        part = replace(part, deltas=deltas, steps=())
+        part.check(list(tables.values()))
+        return part
 
     @property
     def takes_steps(self) -> bool:
@@ -263,9 +272,7 @@ class PublishedModel:
                 kept = ", ".join(map(str, self.kept)) or "none"
                 words = f"publish {number} is not kept; kept are {kept}, and {self.number} is served"
                 raise BadInput(words, parameter="to", value=number, available=self.kept)
-            undone: list[ReplacedRows] = []
-            while self._replaced and self._replaced[-1].before >= number:
-                undone.append(self._replaced.pop())
+            undone = [each for each in reversed(self._replaced) if each.before >= number]
             tables = {name for each in undone for name in each.rows}
             deltas = {name: merge_deltas([each.rows[name] for each in undone if name in each.rows]) for name in tables}
             dense = next((each.dense for each in reversed(undone) if each.dense is not None), None)
@@ -273,6 +280,8 @@ class PublishedModel:
             for each in undone:
                 ids |= {name: ids[name].merged(moved) if name in ids else moved for name, moved in each.ids.items()}
             self._group.apply_deltas(undone[-1].name, deltas, dense, moved=ids)
+            for _ in undone:
+                self._replaced.pop()
             self.number, self.held, self._age = number, True, None
             self._parts.clear()
             self._changed.notify_all()
@@ -297,6 +306,14 @@ class LoadedLog:
     number: int
     at: float
     dense: Mapping[str, Tensor]
+    save: str  # token
+    saved: int
+
+
+def _save_of(source: CheckpointSource) -> tuple[str, int]:
+    """Token and number of the last save of a checkpoint."""
+    save = source.checkpoint.manifest.saves[-1]
+    return save.token, save.number
 
 
 def _tables_of(version: TableVersion) -> list[PublishedTable]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thermocline import formats as F
-from thermocline.checkpoint.publishes.row_delta import RowDelta
+from thermocline.checkpoint.publishes.row_delta import RowDelta, are_rows
 from thermocline.errors import BadInput, BadPublish
 from thermocline.ids.moved_ids import MovedIds
 
@@ -42,7 +42,7 @@ def check_deltas(version: TableVersion, deltas: Mapping[str, RowDelta]) -> None:
         shape = (len(rows_K), F.row_bytes(table.format, table.dim))
         if each.codes_KB.shape != shape:
             raise BadInput(f"the delta of table {name!r} has codes of {each.codes_KB.shape}, not {shape}", table=name)
-        if len(rows_K) and not (rows_K[0] >= 0 and rows_K[-1] < table.rows and (np.diff(rows_K) > 0).all()):
+        if not are_rows(rows_K, table.rows):
             words = f"the delta of table {name!r} must name rows 0 to {table.rows - 1}, ascending and each once"
             raise BadInput(words, table=name, rows=table.rows)
 

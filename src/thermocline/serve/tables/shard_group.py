@@ -170,15 +170,15 @@ class ShardGroup(ServedTables):
                 version = replace(version, name=f"{source.name}+{log.number}", dense=log.dense)
             warm_up(version)
             try:
+                self._show(version, number)
                 with self._publish_lock:
                     self._check_open()  # `close` does not wait for loads
                     before, self._current, self._held, self._source = self._held, version, number, source
                     old_thread, self._huge_pages = self._huge_pages, HugePageThread(memory)
-            except NotReady:
+            except BaseException:
                 self._drop(number)
                 raise
             self._retired = RetiredVersions()  # of these segments
-            self._show(version)
             self.publishes.loaded(log)
             old_thread.stop()
             if before and self._supervisor is not None:
@@ -252,7 +252,7 @@ class ShardGroup(ServedTables):
             if self.publishes.contains(source):
                 self._source = source
                 return self.publishes.catch_up()
-            deltas = source.deltas(self._source.checkpoint.number) if self.publishes.is_checkpoint else None
+            deltas = source.deltas(self.publishes.saved) if self.publishes.is_checkpoint else None
             if deltas is None:
                 self._load(source)
             else:
@@ -273,7 +273,7 @@ class ShardGroup(ServedTables):
 
     def _replace(self, version: TableVersion) -> None:
         """Serve another version in the same segments. Other processes first: if they cannot, nothing has changed."""
-        self._show(version)
+        self._show(version, self._held)
         with self._publish_lock:
             self._check_open()
             self._retired.add(self.current.pin)
@@ -290,11 +290,11 @@ class ShardGroup(ServedTables):
             raise BadInput(words, parameter="--fronts", value=self.device.type)
         with self._load_lock:
             self._readers = readers
-            self._show(self.current)
+            self._show(self.current, self._held)
 
-    def _show(self, version: TableVersion) -> None:
+    def _show(self, version: TableVersion, held: int) -> None:
         if self._readers is not None and self._supervisor is not None:
-            self._readers.show(self, version, self._held, self._supervisor.segments(str(self._held)))
+            self._readers.show(self, version, held, self._supervisor.segments(str(held)))
 
     def count_lookups(self, shards: Sequence[int], elastic: Mapping[str, Sequence[int]]) -> None:
         """Count lookups that other processes made: by shard, and by feature with elastic ids (all, and those without a row)."""
