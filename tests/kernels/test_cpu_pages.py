@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import sys
 from pathlib import Path
@@ -32,3 +34,13 @@ def test_memory_is_taken_when_it_is_written() -> None:
     assert not made[:1000].any() and _resident() - before < 1 << 26
     made[: 1 << 27] = 1
     assert _resident() - before > 1 << 26
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for huge pages")
+def test_a_system_without_huge_pages_gives_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
+    assert not huge_page_zeros(3_000_001, torch.int32).any()

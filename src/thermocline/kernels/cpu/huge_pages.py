@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -20,5 +21,6 @@ def huge_page_zeros(count: int, dtype: torch.dtype) -> Tensor:
     if sys.platform != "linux" or size < _MIN_BYTES:
         return torch.zeros(count, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
