@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thermocline as tc
 from support import has
+from thermocline.nn.backward_pass import OpenLookup, OpenRows
 
 ROWS, DIM = 53, 7
 UPDATES = pytest.mark.parametrize("update", ["backward", "step"])
@@ -202,3 +203,50 @@ def test_threads_that_train_one_table_lose_no_gradient(update: str) -> None:
         check(update, run, tolerance=1e-3)
     finally:
         sys.setswitchinterval(interval)
+
+
+@UPDATES
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_no_thread_takes_the_row_of_a_lookup_that_waits_for_its_backward(
+    update: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only row of the table belongs to 7; while it is looked up or trained, another thread looks up 8."""
+    rows = tc.RowConfig("fp32", optimizer=tc.SGD(lr=1.0), update=update)
+    bag = tc.EmbeddingBag(2, 3, mode="sum", rows=rows, ids=tc.IdMap.elastic(2, shared=1, evict="lru"))
+    placeholder, begun = bag.trained.placeholder, list[bool]()
+
+    def look_up_8() -> None:
+        begun.append(placeholder.lock.acquire(blocking=False))  # as a lookup does, which would wait
+        if begun[-1]:
+            bag(torch.tensor([[8]]))
+            placeholder.lock.release()
+
+    def at_the_moment(run: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            result = run(*arguments)
+            if not begun:
+                thread = threading.Thread(target=look_up_8)
+                thread.start()
+                thread.join()
+            return result
+
+        return wrapped
+
+    wrapped = (type(bag.maps), "admit") if moment == "forward" else (OpenLookup if update == "backward" else OpenRows, "close")
+    monkeypatch.setattr(*wrapped, at_the_moment(getattr(*wrapped)))
+    out = bag(torch.tensor([[7]]))
+    (3.0 * out).sum().backward()
+    step([bag])
+    assert begun == [False] and bag.elastic().ids().tolist() == [7]
+    assert torch.equal(bag.get_rows(torch.tensor([0])), out.detach() - 3.0)
+
+
+@UPDATES
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_that_are_frozen_before_a_backward_stay_as_they_are(update: str, compiled: bool) -> None:
+    def run(model: Any) -> None:
+        loss = (torch.compile(model, backend="aot_eager") if compiled else model)(ids_of(1)).square().sum()
+        model.requires_grad_(False)
+        loss.backward()
+
+    check(update, run)

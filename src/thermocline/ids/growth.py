@@ -25,7 +25,7 @@ from thermocline.kernels.elastic.fields import BUCKET, MOST_LOAD
 
 
 class PlaceOrder(NamedTuple):
-    """PlaceOrder and rows of a table; those of shared rows, and of a bucket that has fewer than 64 places, are equal."""
+    """Places and rows of a table; those of shared rows, and of a bucket that has fewer than 64 places, are equal."""
 
     buckets: int  # of 64 rows, with places in another order than rows; 0 in a table that does not grow
 
@@ -51,5 +51,5 @@ class PlaceOrder(NamedTuple):
 
 
 def opened(used: int, own: int) -> int:
-    """PlaceOrder of each bucket that a table with so many ids opens."""
+    """Places of each bucket that a table with so many ids opens."""
     return min(BUCKET, -(-BUCKET * used * MOST_LOAD[1] // (MOST_LOAD[0] * own)))

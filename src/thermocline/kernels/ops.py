@@ -159,14 +159,13 @@ class _WithBackward(torch.autograd.Function):
             weights_grad = once(found_N.to(weights_N.dtype), grad)
         if ctx.optimizer is None or (eager and not is_for_rows(ctx.next_functions[-1][0])):
             return weights_grad, None, None
-        if ctx.opened is not None and ctx.opened.collects(call, winners, grad, eager):
-            return weights_grad, None, None
         if owner:
             _OPS.hand_over.default(ctx.optimizer.clock, *call[:3], winners, grad, call.mode, owner, padding)
         elif eager:
-            with nullcontext() if ctx.opened is None else ctx.opened.lock:
-                D.update_bags(rows, ctx.optimizer, call, winners, grad)
-        else:
+            with nullcontext() if ctx.opened is None else ctx.opened.lock:  # once a read has ended, its rows may get other ids
+                if ctx.opened is None or not ctx.opened.collects(call, winners, grad, eager):
+                    D.update_bags(rows, ctx.optimizer, call, winners, grad)
+        elif ctx.opened is None or not ctx.opened.collects(call, winners, grad, eager):
             states, hyper, clock, kind, stochastic = ctx.optimizer
             how = (spec, call.mode, kind, stochastic)
             _OPS.update_bags.default(*_flat(rows), list(states), hyper, clock, *call[:3], winners, grad, *how)
@@ -174,13 +173,13 @@ class _WithBackward(torch.autograd.Function):
 
 
 def is_for_rows(tie: Any) -> bool:
-    """Whether the pass that runs has the gradients of rows: not `autograd.grad`, nor `backward(inputs=...)` without them.
+    """Whether the pass that runs trains rows: not `autograd.grad`, `backward(inputs=...)` without them, nor one of frozen rows.
 
     Args:
         tie: the node in the graph that accumulates the gradient of the placeholder.
     """
     try:
-        return torch._C._will_engine_execute_node(tie)
+        return tie.variable.requires_grad and torch._C._will_engine_execute_node(tie)
     except RuntimeError:  # autograd.grad with respect to the placeholder
         return False
 

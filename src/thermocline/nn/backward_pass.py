@@ -199,7 +199,10 @@ class CollectedGradients:
         """Take one optimizer step."""
         if not self._reads:
             return
-        trained, arena = self.trained, self.trained.arena
+        with self.trained.placeholder.lock:  # once a read has ended, its rows may get other ids
+            self._apply(self.trained, self.trained.arena)
+
+    def _apply(self, trained: Trained, arena: Arena) -> None:
         trained.placeholder.begin_update(self.task)
         for read in self._reads:
             read.close()
@@ -207,8 +210,7 @@ class CollectedGradients:
         for stream in others:
             torch.cuda.current_stream(arena.device).wait_stream(stream)
         if self._dense_RD is None and (len(arena.features) == 1 or len(self._lookups) == 1):
-            with trained.placeholder.lock:
-                update_bags(arena.arrays, trained.trainer.arrays, *_as_one(self._lookups))
+            update_bags(arena.arrays, trained.trainer.arrays, *_as_one(self._lookups))
         else:
             parts = [pending_of(arena, *lookup) for lookup in self._lookups]
             parts += [] if self._dense_RD is None else [_nonzero_rows(arena, self._dense_RD)]

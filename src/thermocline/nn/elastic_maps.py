@@ -268,9 +268,10 @@ class ElasticIds:
         """Numbers of the table.
 
         Returns:
-            `rows` for ids; `used` and `pinned` ones; `load` (used / rows); ids `admitted`, `evicted` (of them `expired`),
-            `refused` (found only rows hotter or in use), `dropped` (by loading into fewer rows); `lookups` of training, of them
-            `shared_lookups` read shared rows; the same in eval(); `waiting` ids without a row in the last step; `steps`.
+            `rows` for ids now, and `most_rows` that the table may grow to; `used` and `pinned` ones; `load` (used / rows); ids
+            `admitted`, `evicted` (of them `expired`), `refused` (found only rows hotter or in use), `dropped` (by loading into
+            fewer rows); `lookups` of training, of them `shared_lookups` read shared rows; the same in eval(); `waiting` ids
+            without a row in the last step; `steps`.
         """
         return self._keys.state()
 

@@ -138,7 +138,7 @@ class Trained:
         """Take the gradient of a compiled lookup: update rows at once or, if there are other reads, at the end of the pass."""
         arena, placeholder, task = self.arena, self.placeholder, current_pass()
         self._compiled_reads = max(0, self._compiled_reads - 1)
-        if task >= 0 and not is_for_rows(get_gradient_edge(placeholder).node):
+        if not placeholder.requires_grad or (task >= 0 and not is_for_rows(get_gradient_edge(placeholder).node)):
             return
         if placeholder.update == "step":
             placeholder.accumulate(pending_of(arena, call, winners, grad))
@@ -241,9 +241,11 @@ class _WithDeferredBackward(torch.autograd.Function):
             weights_grad = once(weight_gradient(arena.arrays, call, grad).to(weights_N.dtype), grad)
         if not is_for_rows(ctx.next_functions[0][0]):
             return None, weights_grad, None
-        if ctx.opened is not None:
-            ctx.opened.close()
-        ctx.placeholder.accumulate(pending_of(arena, call, winners, grad))
+        pending = pending_of(arena, call, winners, grad)
+        with ctx.placeholder.lock:  # between the two, other threads could give the rows to other ids
+            if ctx.opened is not None:
+                ctx.opened.close()
+            ctx.placeholder.accumulate(pending)
         return None, weights_grad, None
 
 

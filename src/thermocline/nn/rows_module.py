@@ -24,6 +24,7 @@ Otherwise a backward through its output changes no row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -123,31 +124,30 @@ class RowsModule(nn.Module):
         arena, trainer, dtype, maps = self.arena, self.trainer, self.dtype, self.maps
         if (elastic := maps is not None and maps.elastic) and torch.compiler.is_compiling():
             return _look_up_uncompiled(self, ids, offsets, weights, mode)
-        trains = self._trains()
+        trains, factors = self._trains(), None
         if self.follows_autocast and torch.is_autocast_enabled(arena.device.type):
             dtype = torch.get_autocast_dtype(arena.device.type)
         kernel_dtype = torch.float32 if dtype == torch.float64 else dtype  # kernels stop at fp32
-        try:
-            rows = ids if maps is None else maps.admit(self, ids, offsets) if elastic else maps(ids, offsets)
-            factors = None
-            if elastic and trains and maps is not None:
-                weights, factors = maps.factors(rows, offsets, weights, mode)
-            call = LookupCall(rows, offsets, weights, F.MODES.index(mode), kernel_dtype)
-            if not trains:
-                out = ops.lookup(arena.arrays, call, padding=padding)
-            elif torch.compiler.is_compiling():
-                out = ops.lookup(arena.arrays, call, *self.trained.in_graph(), padding)
-            elif self.rows.update == "step":
-                out = deferred_lookup(arena, call, self.trained.placeholder)
-                if elastic:
-                    out.grad_fn.opened = OpenRows(self.trained)  # type: ignore[union-attr]
-            else:
-                out = ops.lookup(arena.arrays, call, trainer.arrays, self.trained.placeholder)
-                out.grad_fn.opened = OpenLookup(self.trained)  # type: ignore[union-attr]
-        except IdOutOfRange as error:
-            if maps is None:
-                raise
-            raise maps.name(error, [arena.tables[table].name for table in arena.features]) from None
+        with self.trained.placeholder.lock if elastic and trains else nullcontext():  # until the rows are known to be in use
+            try:
+                rows = ids if maps is None else maps.admit(self, ids, offsets) if elastic else maps(ids, offsets)
+                if elastic and trains and maps is not None:
+                    weights, factors = maps.factors(rows, offsets, weights, mode)
+                call = LookupCall(rows, offsets, weights, F.MODES.index(mode), kernel_dtype)
+                if not trains:
+                    out = ops.lookup(arena.arrays, call, padding=padding)
+                elif torch.compiler.is_compiling():
+                    out = ops.lookup(arena.arrays, call, *self.trained.in_graph(), padding)
+                elif self.rows.update == "step":
+                    out = deferred_lookup(arena, call, self.trained.placeholder)
+                    if elastic:
+                        out.grad_fn.opened = OpenRows(self.trained)  # type: ignore[union-attr]
+                else:
+                    out = ops.lookup(arena.arrays, call, trainer.arrays, self.trained.placeholder)
+                    out.grad_fn.opened = OpenLookup(self.trained)  # type: ignore[union-attr]
+            except IdOutOfRange as error:
+                names = [arena.tables[table].name for table in arena.features]
+                raise (error if maps is None else maps.name(error, names)) from None
         if factors is not None:
             out = out * factors.to(out.dtype)
         return out.double() if dtype == torch.float64 else out

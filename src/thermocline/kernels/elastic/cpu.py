@@ -44,7 +44,6 @@ _GOLDEN = np.uint64(M.GOLDEN)
 _32, _40, _255 = np.uint64(32), np.uint64(40), np.uint64(255)
 _PINNED = 0xFFFFFFFF
 _NO_ROW = 1 << 50
-_EVERY = torch.tensor(K.chances(1.0), dtype=torch.int64)
 
 
 @helper
@@ -265,11 +264,8 @@ def _admit(
         for k in range(begin, end):
             put_i64(found, get_i64(lookups, k), row)
         shared -= end - begin
-    put_i64(numbers, 0, placed)
-    put_i64(numbers, 1, left)
-    put_i64(numbers, 2, distinct)
-    put_i64(numbers, 3, ready)
-    put_i64(numbers, 4, shared)
+    for n, number in enumerate((placed, left, distinct, ready, shared)):
+        put_i64(numbers, n, number)
 
 
 def _bases(arrays: KeyArrays, rules: KeyRules) -> list[int]:
@@ -319,10 +315,9 @@ def admit(
     size = missed_M.numel()
     scratch, lists = torch.empty(8 * (size + 1), dtype=torch.int64), torch.empty(5 + 4 * size, dtype=torch.int64)
     numbers, came, gone = lists.split([5, 2 * size, 2 * size])
-    least = torch.tensor(K.chances(chance), dtype=torch.int64) if chance < 1.0 else _EVERY
     rule = (rules.rows, rules.open, rules.half_life, int(rules.lru), step, barrier, rules.key, after)
     _admit(
-        *_bases(arrays, rules), *rule, *addresses("qqqq", least, ids_N, rows_N, missed_M), size,
+        *_bases(arrays, rules), *rule, *addresses("qqqq", K.chances(chance), ids_N, rows_N, missed_M), size,
         *addresses("qqqq", scratch, came, gone, numbers),
     )  # fmt: skip
     placed, left, *rest = numbers.tolist()

@@ -13,8 +13,11 @@ included, lies with its bucket, so that ranks can share the buckets of a table: 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline.kernels.layout import Cache, Pool
@@ -86,9 +89,10 @@ class StepRule(NamedTuple):
     grows: bool = False
 
 
-def chances(admit_chance: float) -> list[int]:
+@cache
+def chances(admit_chance: float) -> NDArray[np.int64]:
     """The least draw, of 2^32, that admits an id with so many lookups in a step: each has a chance of its own."""
-    return [int((1.0 - admit_chance) ** lookups * (1 << 32)) for lookups in range(MOST + 1)]
+    return np.array([int((1.0 - admit_chance) ** lookups * (1 << 32)) for lookups in range(MOST + 1)], dtype=np.int64)
 
 
 class GpuBatch(NamedTuple):

@@ -57,7 +57,7 @@ __all__ = ["begin_moves", "begin_rows", "find", "find_rows", "step"]
 def _rule_on(device: torch.device, rules: KeyRules, step: StepRule) -> Tensor:
     assert rules.first == 0
     rule = (rules.rows, rules.shared, rules.key, rules.half_life, rules.lru, step.admit_after, step.ttl or 0, step.sweep)
-    numbers = [*map(int, rule), _SECRET, int(step.grows), *K.chances(step.admit_chance)]
+    numbers = [*map(int, rule), _SECRET, int(step.grows), *K.chances(step.admit_chance).tolist()]
     return torch.tensor(numbers, dtype=torch.int64).to(device)
 
 
