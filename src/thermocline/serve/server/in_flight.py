@@ -88,8 +88,8 @@ class GrpcCalls:
     def begin(self, context: Any, health: bool = False) -> GrpcCall:
         """Register the call of the current task before its message is read. Raises `Overloaded`.
 
-        The task ends when its peer has read the response. A callback of the context would make a reference cycle: what a call held,
-        gRPC's memory too, would wait for the garbage collector, and the next call would take memory that is in no cache.
+        The task ends when its peer has read the response. A callback of the context would be a cycle of references: what a call
+        held, with memory of gRPC, would wait for the garbage collector, and the next call would take memory that no cache has.
         """
         task = asyncio.current_task()
         assert task is not None
