@@ -6,18 +6,21 @@ Arguments: rank, number of ranks, and those of the test. Messages go by gloo, fr
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import ranks
 import torch
+import torch.distributed
 from cases import Model, batches, exact_loss, sizes_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import thermocline as tc
+from thermocline.distributed import process_groups
 from thermocline.distributed.exchange.context import ExchangeContext
 from thermocline.kernels import dispatch
 from thermocline.kernels.exchange import gpu
@@ -101,3 +104,43 @@ def waits(rank: int, size: int, plan: tc.Plan, heat: Any) -> tuple[list[str], li
                 loss.backward()
             found = [forward.found, backward.found]
         return found[0], found[1], tables.state.meter.steps
+
+
+class _Launches:
+    """Stands for the stream of NCCL's exchanges: jobs launch where the caller is, and waits order their kernels."""
+
+    def __init__(self) -> None:
+        self.open = self.waits = 0
+
+    def launch(self, job: Callable[[], None]) -> None:
+        self.open += 1
+        with torch.no_grad():
+            job()
+
+    def wait(self) -> None:
+        self.waits += self.open > 0
+        self.open = 0
+
+
+def like_nccl(rank: int, size: int, *given: Any) -> tuple[Any, list[tuple[Any, ...]], int]:
+    """`train` by the branches of NCCL: no message to a single peer, no thread; the collectives in order, and waits for jobs."""
+    launches, order, sent = _Launches(), [], torch.distributed.all_to_all_single
+    made = process_groups.RankGroup.__post_init__
+
+    def record(result: Any, send: Any, received: Any, counts: Any, group: Any) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        order.append((tuple(torch.distributed.get_process_group_ranks(group)), str(send.dtype), bool(launches.open)))
+        sent(result, send, received, counts, group=group)
+
+    def without_gloo(group: Any) -> None:
+        made(group)
+        group.gloo = False
+
+    with (
+        device_side(),
+        mock.patch.object(process_groups.RankGroup, "__post_init__", without_gloo),
+        mock.patch.object(process_groups.ProcessGroups, "comm_stream", launches),
+        mock.patch.object(process_groups.RankGroup, "_send_to_peers", side_effect=AssertionError("NCCL has one collective")),
+        mock.patch.object(torch.distributed, "all_to_all_single", record),
+    ):
+        return ranks.train(rank, size, *given), order, launches.waits

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from cases import TABLES, Model, batches, dense_part, exact_loss, joined, sizes_of, smooth_loss
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from train_ranks import train_clicks, train_sequence, train_twice  # noqa: F401
 
 import thermocline as tc
-from thermocline.distributed import process_groups, shard
+from thermocline.distributed import process_groups, shard, shard_inputs
 from thermocline.distributed.exchange import batch_exchange, context
 
 
@@ -63,9 +64,10 @@ def train(rank: int, size: int, plan: tc.Plan, heat: Any, settings: dict[str, An
     """Train each rank on its batches; local rows and state, outputs, and all rows as ranks read them together."""
     given = dict(settings)
     loss = exact_loss if given.pop("exact") else smooth_loss
-    dedup, ahead = given.pop("dedup", True), given.pop("ahead", "")
+    dedup, ahead, replicas = given.pop("dedup", True), given.pop("ahead", ""), given.pop("replicas", 0)
+    mesh = {"mesh": DeviceMesh("cpu", torch.arange(size).view(replicas, -1))} if replicas else {}
     model = Model(**given)
-    sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=20)
+    sharding = tc.shard_(model, plan, heat, reduce="sum", check_every=20, **mesh)
     sharding.collections["tables"].dedup = dedup
     outs = []
     for step in range(steps):
@@ -128,7 +130,7 @@ def fail(rank: int, size: int, what: str, plans: list[tc.Plan], heat: Any) -> Ex
         given = "no such plan.json" if what == "no file" and odd else plans[min(rank, len(plans) - 1)]
         no_device = tc.BadInput("no device", parameter="device") if what == "device" and odd else None
         with (
-            mock.patch.object(shard, "__version__", "0.0" if what == "version" and odd else tc.__version__),
+            mock.patch.object(shard_inputs, "__version__", "0.0" if what == "version" and odd else tc.__version__),
             mock.patch.object(shard, "device_of", side_effect=no_device, wraps=shard.device_of),
         ):
             sharding = tc.shard_(model, given, heat, **settings)

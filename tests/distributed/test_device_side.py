@@ -84,3 +84,29 @@ def test_wrong_offsets_are_reported_before_any_operator_meets_them(offsets):
         BatchTable(layout, bags, ids_N, F.MODES.index("sum"), later=True)
     with pytest.raises(BadOffsets):
         errors.raise_pending()
+
+
+ORDERED = {
+    "tier 3": (planned(1, 2, THIRD), {}),
+    "two nodes": (planned(2, 1, MIXED, exchange=EXCHANGES), {}),
+    "owners pool": (planned(1, 2, SOME, pooled_by="owner"), {}),
+    "replicas": (planned(1, 2, SOME), {"replicas": 2}),
+    "four ranks": (planned(2, 2, MIXED, exchange=EXCHANGES), {}),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_collectives_of_a_stream_are_launched_in_one_order_on_all_ranks(on_ranks, name):
+    """As NCCL needs them: by one thread, between all communicators in one order, whatever the batches of the ranks."""
+    plan, settings = ORDERED[name]
+    ranks = plan.topology.world_size * settings.get("replicas", 1)
+    given = plan, HEAT, {"precision": "int8", "exact": True, **settings}, 3
+    found = on_ranks("device_side_ranks.like_nccl", ranks, *given)
+    compare([trained for trained, _, _ in found], on_ranks("train", ranks, *given))
+    orders = [order for _, order, _ in found]
+    for mine in orders:
+        for theirs in orders:
+            shared = {group for group, _, _ in mine} & {group for group, _, _ in theirs}
+            one, other = ([each for each in order if each[0] in shared] for order in (mine, theirs))
+            assert one == other, "in another order, or of another type"
+    assert all(waits and any(launched for *_, launched in order) for _, order, waits in found)

@@ -213,7 +213,7 @@ def test_features_of_one_id_space_share_rows_and_small_ones_a_table() -> None:
         "items": 50_000, "small_fp32_64": 31, "hour16": 24, "user": 90_000,
     }  # fmt: skip
     assert tables["items"].first == {"item": 0, "history": 0} and tables["small_fp32_64"].first == {"day": 0, "hour": 7}
-    assert found.saved == 40_000 * 256
+    assert found.saved == 40_000 * 256 and found.launches_saved == 2
 
 
 def test_features_rows_add_up() -> None:

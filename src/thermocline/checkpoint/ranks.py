@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from torch import nn
 
 from thermocline.distributed.process_groups import ProcessGroups
@@ -13,6 +15,23 @@ from thermocline.distributed.sharded_collection import ShardedCollection
 from thermocline.errors import ThermoclineError
 
 T = TypeVar("T")
+
+
+@contextmanager
+def ended_by_all_replicas(model: nn.Module) -> Iterator[None]:
+    """Leave together: the first replica of sharded rows writes, and the others wait for it. Its error is one of all."""
+    groups = CheckpointRanks.of(model).groups
+    replicas = None if groups is None else groups.replicas
+    ended = 0
+    try:
+        yield
+        ended = 1
+    finally:
+        if replicas is not None:
+            ended_P = replicas.exchange_counts(np.full((len(replicas.ranks), 1), ended))[:, 0]
+            if ended and not ended_P.all():
+                rank = replicas.ranks[int(np.argmin(ended_P))]
+                raise ThermoclineError(f"another replica stopped: see the error of rank {rank}")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from .format.state_files import patches
 from .format.write import SLOTS, STATE, collect_reports, write_report, write_sections, write_tensors
 from .live_rows import LiveRows
 from .publishes.log import PUBLISH_STATE, token_number
-from .ranks import CheckpointRanks
+from .ranks import CheckpointRanks, ended_by_all_replicas
 from .reader import Checkpoint
 from .snapshot import Snapshot
 
@@ -96,15 +96,16 @@ def save(
     Example:
         >>> tc.save(model, "checkpoint", optimizers=adam, progress={"batch": 1200})
     """
-    job = begin_save(model, folder, optimizers, progress, incremental, keep)
-    if job is None:
-        return
-    try:
-        job.ranks.on_all(job.write)
-        job.ranks.on_all(job.publish)
-    except BaseException:
-        job.abandon()
-        raise
+    with ended_by_all_replicas(model):
+        job = begin_save(model, folder, optimizers, progress, incremental, keep)
+        if job is None:
+            return
+        try:
+            job.ranks.on_all(job.write)
+            job.ranks.on_all(job.publish)
+        except BaseException:
+            job.abandon()
+            raise
 
 
 def begin_save(
@@ -126,12 +127,15 @@ def begin_save(
     ranks = CheckpointRanks.of(model)
     if ranks.groups is None and world_size() > 1 and dist.get_rank() > 0:  # rank 0 writes replicas of an unsharded model
         return None
+    if ranks.groups is not None and ranks.groups.replicas is not None and ranks.groups.replicas.index > 0:
+        return None  # the first replica writes
     return SaveJob(modules, ranks, Path(folder), tensors, fields, incremental, background, keep)
 
 
 def _check_saveable(found: NamedModule) -> None:
     name = found.name or "the module"
     if isinstance(found.module, ShardedCollection):
+        found.module.trained.sync_replicas()
         found.module.wait_for_exchange()
     if found.module.placeholder.pending is not None:
         raise BadInput(

@@ -17,7 +17,7 @@ import atexit
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -227,6 +227,8 @@ class ProcessGroups:
     cross_node: RankGroup  # the ranks with this local rank on all nodes
     device: torch.device
     comm_thread: CommThread
+    layout: tuple[tuple[int, ...], ...] = ((0,),)  # the ranks of the job in each replica of these groups
+    replicas: RankGroup | None = None  # the ranks with this place in all replicas; None where there is one
 
     @property
     def size(self) -> int:
@@ -243,22 +245,29 @@ class ProcessGroups:
         processes = [each.process_group for each in (self.cross_node, self.intra_node) if each.process_group is not None]
         if not processes:
             return None
-        grid = torch.arange(self.size).view(self.nodes, self.local_size)
+        grid = torch.tensor(self.world.ranks, dtype=torch.int64).view(self.nodes, self.local_size)
         return DeviceMesh.from_group(processes, self.device.type, mesh=grid, mesh_dim_names=("node", "local_rank"))
 
     @classmethod
-    def make(cls, nodes: int, local_size: int, device: torch.device) -> ProcessGroups:
-        """The groups of a cluster. Collective; one process needs no torch.distributed."""
+    def make(
+        cls, nodes: int, local_size: int, device: torch.device, layout: Sequence[Sequence[int]] | None = None
+    ) -> ProcessGroups:
+        """The groups of a cluster, or of each of its replicas. Collective; one process needs no torch.distributed."""
         comm_thread = CommThread(device)
         if nodes * local_size == 1:
             single = RankGroup((0,), 0, ("card",), None)
             return cls(0, 1, 1, single, single, single, device, comm_thread)
-        world, intra_node, cross_node = _make_groups(nodes, local_size, device, comm_thread)
-        return cls(dist.get_rank(), nodes, local_size, world, intra_node, cross_node, device, comm_thread)
+        ranks = tuple(map(tuple, layout or [range(nodes * local_size)]))
+        world, intra_node, cross_node = _make_groups(nodes, local_size, device, comm_thread, ranks)
+        replicas: RankGroup | None = None
+        if len(ranks) > 1:
+            replicas = _make_group([list(peers) for peers in zip(*ranks, strict=True)], 1, device, comm_thread, {})
+        given = world, intra_node, cross_node, device, comm_thread, ranks, replicas
+        return cls(world.index, nodes, local_size, *given)
 
     def duplicate(self) -> ProcessGroups:
         """New groups of the same ranks, whose exchanges need no common order with these. Collective."""
-        return self if self.size == 1 else self.make(self.nodes, self.local_size, self.device)
+        return self if self.size == 1 else self.make(self.nodes, self.local_size, self.device, self.layout)
 
     def all_gather(self, value: Any) -> list[Any]:
         """The value of every rank. Collective."""
@@ -274,7 +283,7 @@ def world_size() -> int:
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The value of every rank; without torch.distributed this one. Collective."""
-    found = [value] * world_size()
+    found = [value] * (world_size() if group is None else group.size())
     if dist.is_available() and dist.is_initialized():
         dist.all_gather_object(found, value, group=group)
     return found
@@ -288,21 +297,30 @@ def broadcast_object(value: Any) -> Any:
     return found[0]
 
 
-def _make_groups(nodes: int, local_size: int, device: torch.device, comm_thread: CommThread) -> Iterator[RankGroup]:
-    """All ranks, the ranks of this node, and the ranks with this local rank."""
-    grid = torch.arange(nodes * local_size).view(nodes, local_size)
-    for partition in (grid.view(1, -1), grid, grid.t()):
-        yield _make_group(partition.tolist(), local_size, device, comm_thread)
+def _make_groups(
+    nodes: int, local_size: int, device: torch.device, comm_thread: CommThread, layout: Sequence[Sequence[int]] = ()
+) -> Iterator[RankGroup]:
+    """All ranks of this replica, those of this node, and those with this local rank."""
+    grids = [torch.tensor(ranks, dtype=torch.int64).view(nodes, local_size) for ranks in layout or [range(nodes * local_size)]]
+    place = {rank: n for grid in grids for n, rank in enumerate(grid.flatten().tolist())}
+    for partition in ([grid.view(1, -1) for grid in grids], grids, [grid.t() for grid in grids]):
+        yield _make_group([ranks for each in partition for ranks in each.tolist()], local_size, device, comm_thread, place)
 
 
-def _make_group(partition: list[list[int]], local_size: int, device: torch.device, comm_thread: CommThread) -> RankGroup:
-    """The group of a partition of all ranks that this rank belongs to. Every rank creates every group."""
+def _make_group(
+    partition: list[list[int]], local_size: int, device: torch.device, comm_thread: CommThread, place: Mapping[int, int]
+) -> RankGroup:
+    """The group of a partition of all ranks that this rank belongs to. Every rank creates every group.
+
+    `place` is that of each rank in its replica; without places all ranks are on nodes of their own.
+    """
     rank, made = dist.get_rank(), [dist.new_group(ranks, timeout=group_timeout(device)) for ranks in partition]
     at = next(n for n, ranks in enumerate(partition) if rank in ranks)
     ranks = tuple(partition[at])
     links: list[LinkClass] = [
-        "card" if other == rank else "node" if other // local_size == rank // local_size else "cluster" for other in ranks
-    ]
+        "card" if other == rank else "node" if place.get(other, other) // local_size == place.get(rank, rank) // local_size
+        else "cluster" for other in ranks
+    ]  # fmt: skip
     return RankGroup(ranks, ranks.index(rank), tuple(links), made[at], comm_thread, device)
 
 

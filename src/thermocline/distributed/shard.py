@@ -13,7 +13,6 @@ otherwise stay unnoticed. Ranks then compare collections and the maps of rows. E
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thermocline import __version__
 from thermocline.errors import BadInput
 from thermocline.heat.profile import HeatProfile
 from thermocline.nn.collection import EmbeddingCollection
@@ -35,19 +33,17 @@ from thermocline.plan.run_file import MeasuredRank, MeasuredRun, MeasuredTraffic
 from .elastic_ids import check_migration
 from .exchange.traffic_meter import TrafficMeter, TrafficRecord
 from .placement.init_rows import hot_rows
-from .planned_tables import Collection, check_heat, check_maps, map_collections
+from .planned_tables import check_heat, check_maps, map_collections
 from .process_groups import (
-    CPU,
     ProcessGroups,
-    broadcast_object,
-    check_same,
-    current_device,
     gather_objects,
     raise_if_any_failed,
     world_size,
 )
 from .replanning.frequency_counter import FrequencyCounter, merge_profiles
 from .replanning.migrate import RowMigration, deferred_interrupt
+from .replicas import Replicas, replica_layout
+from .shard_inputs import device_of_rows, raise_on_all_ranks, read_inputs
 from .shard_source import Shardable, ShardSource, device_of, shardable_modules
 from .sharded_collection import ShardedCollection
 from .sharded_table import SHARDED
@@ -82,6 +78,13 @@ class Sharding:
         """Raise if replicas of a row differ in a bit on any two ranks. Collective."""
         for collection in self.collections.values():
             collection.check_replicas()
+            if (replicas := collection.trained.replicas) is not None and replicas.every == 1:
+                replicas.check(collection.shard)
+
+    def sync_replicas(self) -> None:
+        """Average the rows of replicas now, where `sync_every` is more than 1, as `save` does. Collective over all replicas."""
+        for collection in self.collections.values():
+            collection.trained.sync_replicas()
 
     def wait_for_exchange(self) -> None:
         """Wait for exchanges in the background."""
@@ -113,12 +116,14 @@ class Sharding:
             BadInput: the plan does not fit the job, or another rank failed.
         """
         self.wait_for_exchange()
+        if self.groups.replicas is not None:
+            raise BadInput("replicas do not migrate; save, and load by the new plan", parameter="mesh")
         if any(each.placeholder.pending is not None for each in self.collections.values()):
             raise BadInput(
                 "gradients wait for fused_optimizer.step(); migrate after it, or after zero_grad()", parameter="step"
             )
         reduce = next(iter(self.collections.values())).trained.reduce
-        plan, heat = _read_inputs(plan, heat, self.collections, {"reduce": reduce})
+        plan, heat = read_inputs(plan, heat, self.collections, {"reduce": reduce})
         here, there = self.plan.topology, plan.topology
         if (here.nodes, here.gpus_per_node) != (there.nodes, there.gpus_per_node):
             raise BadInput(
@@ -229,6 +234,8 @@ def shard_(
     check_every: int = 0,
     count_every: int = 16,
     device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
+    sync_every: int = 1,
 ) -> Sharding:
     """Turn every `EmbeddingCollection`, `EmbeddingBag` and `Embedding` of a model into this rank's shard of it. Collective.
 
@@ -245,6 +252,8 @@ def shard_(
         check_every: steps between comparisons of replicas; 0 for never.
         count_every: training steps between counted batches, for `Sharding.heat` and `replan`; 0 for never.
         device: of modules on "meta"; by default that of the rest of the model, or under NCCL the current GPU.
+        mesh: replicas x ranks of the plan: each replica has all rows. By default one replica.
+        sync_every: steps between syncs of replicas: 1 sums the gradients of all, as one process; more average rows.
 
     Returns:
         The sharding, with traffic meters, memory and `migrate`.
@@ -261,10 +270,12 @@ def shard_(
         raise BadInput(f"reduce is {reduce!r}; use 'mean' or 'sum'", parameter="reduce", value=reduce)
     modules = shardable_modules(model)
     sources = {name: ShardSource.of(name, module) for name, module in modules.items()}
-    plan, heat = _read_inputs(plan, heat, sources, {"reduce": reduce, "check_every": f"{check_every}"})
-    here = _check(model, modules, sources, plan, heat, device)
+    given = {"reduce": reduce, "check_every": f"{check_every}", "sync_every": f"{sync_every}"}
+    given["mesh"] = "none" if mesh is None else f"{mesh.mesh.tolist()}"
+    plan, heat = read_inputs(plan, heat, sources, given)
+    here, layout = _check(model, modules, sources, plan, heat, device, mesh, sync_every)
     sources = {name: ShardSource.of(name, module, plan) for name, module in modules.items()}
-    groups = ProcessGroups.make(plan.topology.nodes, plan.topology.gpus_per_node, here)
+    groups = ProcessGroups.make(plan.topology.nodes, plan.topology.gpus_per_node, here, *([layout] if layout else []))
     tables, maps = map_collections(plan, heat, sources, groups, here)
     check_maps(groups, tables, maps)
     made: dict[str, ShardedCollection] = {}
@@ -276,6 +287,9 @@ def shard_(
         made[name] = _into_shard(module, sources.pop(name), tables[name], maps[name], own_groups, here, heat)
         made[name].trained.reduce, made[name].trained.check_every, made[name].plan = reduce, check_every, plan
         made[name].counter = FrequencyCounter(made[name].features, count_every, plan.batch, groups.local_size)
+        if own_groups.replicas is not None:
+            made[name].trained.replicas = Replicas(name, own_groups.replicas, sync_every)
+            made[name].state.context.updated_elsewhere = sync_every == 1
     sharding = Sharding(plan, groups, made)
     sharding.check_replicas()
     return sharding
@@ -299,82 +313,26 @@ def _into_shard(module: Shardable, source: ShardSource, *given: Any) -> ShardedC
     return cast(ShardedCollection, made)
 
 
-def _device_of(found: Mapping[str, Collection]) -> contextlib.AbstractContextManager[None]:
-    """Make the device of collections the current one."""
-    return current_device(next((each.arena.device for each in found.values() if each.arena.device.type != "meta"), CPU))
-
-
-def _raise_on_all_ranks(failed: Exception | None, everyone: list[str]) -> None:
-    """Raise where any rank failed. `everyone` has what each rank says about its failure, or ""."""
-    if failed is not None:
-        raise failed
-    for rank, error_there in enumerate(everyone):
-        if error_there:
-            raise BadInput(f"rank {rank} stopped: {error_there}", rank=rank)
-
-
-def _read_inputs(
-    given: Plan | str | Path | None,
-    heat: HeatProfile | str | Path | None,
-    found: Mapping[str, Collection],
-    settings: Mapping[str, str],
-) -> tuple[Plan, HeatProfile | None]:
-    """Plan and heat of rank 0. Raises on all ranks if another rank was given others. Collective."""
-    failed: Exception | None = None
-    plan: Plan | None = None
-    profile: HeatProfile | None = None
-    inputs = {"the version of thermocline": __version__, **settings}
-    try:
-        plan = given if given is None or isinstance(given, Plan) else Plan.load(given)
-        profile = heat if heat is None or isinstance(heat, HeatProfile) else HeatProfile.load(heat)
-        inputs["collections"] = "; ".join(f"{name}: {_describe(collection)}" for name, collection in found.items())
-        if plan is not None:
-            inputs["the number of ranks of the plan"] = f"{plan.topology.nodes} x {plan.topology.gpus_per_node}"
-            inputs["the plan"] = f"sha256 {fingerprint(plan.model_copy(update={'created': ''}))[:12]}"  # of the decisions
-        if profile is not None:
-            inputs["the heat"] = f"sha256 {profile.sha256[:12]}"
-    except (BadInput, OSError) as error:
-        failed = error
-    with _device_of(found):
-        everyone = gather_objects((f"{failed}" if failed else "", inputs))
-        _raise_on_all_ranks(failed, [error_there for error_there, _ in everyone])
-        first = {"the heat": "none", **everyone[0][1]}
-        if "the plan" not in first:
-            raise BadInput(
-                "the plan is None on rank 0, whose plan all ranks use; give it a plan, or a plan file", parameter="plan"
-            )
-        check_same([first | each for _, each in everyone], "shard_")
-        lacking = any("the heat" not in each for _, each in everyone)  # a profile may be large
-        used: tuple[Plan, HeatProfile | None] = broadcast_object(plan), broadcast_object(profile) if lacking else profile
-    return used
-
-
-def _describe(collection: Collection) -> str:
-    tables = ", ".join(f"{t.name} {t.rows} x {t.dim} for {' '.join(t.features)}" for t in collection.tables)
-    rows = collection.rows
-    given = f"{rows.optimizer}, seed {rows.seed}, update={rows.update!r}, residency={rows.residency!r}"
-    return f"{tables}, mode {collection.mode}, {given}"
-
-
 def _check(
     model: nn.Module, modules: Mapping[str, Shardable], found: Mapping[str, ShardSource], plan: Plan,
-    heat: HeatProfile | None, device: torch.device | str | None,
-) -> torch.device:  # fmt: skip
-    """The device of the shards. Raises on all ranks if one of them cannot carry out the plan. Collective."""
+    heat: HeatProfile | None, device: torch.device | str | None, mesh: DeviceMesh | None, sync_every: int,
+) -> tuple[torch.device, list[list[int]] | None]:  # fmt: skip
+    """Device and replicas of the shards. Raises on all ranks if one of them cannot carry out the plan. Collective."""
     failed: Exception | None = None
     try:
-        _validate(model, plan, heat, found)
+        layout = replica_layout(mesh, plan, list(found.values()), sync_every)
+        _validate(model, plan, heat, found, len(layout or [0]))
         here = device_of(model, modules, device)
     except BadInput as error:
         failed = error
-    with _device_of(found):
-        _raise_on_all_ranks(failed, gather_objects(f"{failed or ''}"))
-    return here
+    with device_of_rows(found):
+        raise_on_all_ranks(failed, gather_objects(f"{failed or ''}"))
+    return here, layout
 
 
-def _validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Mapping[str, ShardSource]) -> None:
+def _validate(model: nn.Module, plan: Plan, heat: HeatProfile | None, found: Mapping[str, ShardSource], replicas: int) -> None:
     """Raise if `shard_` cannot carry out a plan on a model with these collections."""
-    topology, ranks = plan.topology, world_size()
+    topology, ranks = plan.topology, world_size() // replicas
     if topology.world_size != ranks:
         raise BadInput(
             f"the plan is for {topology.world_size} ranks ({topology.nodes} x {topology.gpus_per_node}), but {ranks} run; "

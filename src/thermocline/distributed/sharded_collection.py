@@ -135,21 +135,21 @@ class ShardedCollection(RowsModule):
             return self._look_up_unsharded(input, trains)
         pipeline, context = self.pipeline, self.state.context
         pipeline.wait(self.state.meter)
-        with announced(context, self.name, pipeline.drop_prefetched):
-            given = bags = self._read(input, trains)
         factors: Tensor | None = None
-        if self._elastic is not None and input is not None:
-            bags, factors = self._elastic.rows_of_batch(self, bags, trains)
-        with announced(context, self.name, pipeline.drop_prefetched):
-            prefetched = pipeline.take_prefetched(bags, trains)
-            batch, exchange = self._start(bags, prefetched, trains)
-        weighted = "without" if bags.weights_N is None else "with"
-        operation = f"{'training' if trains else 'looking'} {weighted} weights, {self.dtype}"
-        agreed = self._handshake(operation, exchange, prefetched is not None, len(pipeline.next_inputs), batch)
-        if agreed.differ:  # some ranks look up another batch than they prefetched: all ranks fetch again
-            prefetched, (batch, exchange) = None, self._start(bags, None, trains)
-            pipeline.fetch_again()
-            agreed = self._handshake(operation, exchange, False, len(pipeline.next_inputs), batch)
+        with self.trained.agreeing(trains):
+            with announced(context, self.name, pipeline.drop_prefetched):
+                given = bags = self._read(input, trains)
+            if self._elastic is not None and input is not None:
+                bags, factors = self._elastic.rows_of_batch(self, bags, trains)
+            with announced(context, self.name, pipeline.drop_prefetched):
+                prefetched = pipeline.take_prefetched(bags, trains)
+                batch, exchange = self._start(bags, prefetched, trains)
+            operation = f"{'training' if trains else 'looking'} with{'out' * (bags.weights_N is None)} weights, {self.dtype}"
+            agreed = self._handshake(operation, exchange, prefetched is not None, len(pipeline.next_inputs), batch)
+            if agreed.differ:  # some ranks look up another batch than they prefetched: all ranks fetch again
+                prefetched, (batch, exchange) = None, self._start(bags, None, trains)
+                pipeline.fetch_again()
+                agreed = self._handshake(operation, exchange, False, len(pipeline.next_inputs), batch)
         exchange.dense = input is None
         if trains and self.training and input is not None:  # a validation batch without no_grad does not count
             self.counter.add(given)

@@ -7,6 +7,8 @@ rank and must see the same numbers on all: a norm counts each row once, on its h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 from typing import Literal
 
@@ -21,6 +23,7 @@ from thermocline.rows.training import synchronize
 from .exchange.batch_exchange import BatchExchange
 from .exchange.pipeline import ExchangePipeline, Reduction
 from .placement.local_shard import SummedGradients, check_replicas
+from .replicas import Replicas
 from .shard_state import ShardState
 
 Reduce = Literal["mean", "sum"]
@@ -36,6 +39,7 @@ class ShardedTrained(Trained):
         self.name, self.state, self.pipeline, self.padding_idx = name, state, pipeline, padding_idx
         self.reduce: Reduce = "mean"
         self.check_every = self._updates = 0
+        self.replicas: Replicas | None = None  # of this shard group
         self._refused: BadGradient | None = None  # of the last update
         self._exchanges: list[BatchExchange] = []  # of the pending gradients
 
@@ -78,7 +82,10 @@ class ShardedTrained(Trained):
         )
         if len(reductions) > 1:
             sums = self.state.context.sum_rows(*sums)
-        return sums._replace(grads_VW=sums.grads_VW / self.state.context.groups.size) if self.reduce == "mean" else sums
+        ranks = self.state.context.groups.size
+        if self.replicas is not None and self.replicas.every == 1:
+            sums, ranks = self.replicas.sum(self.state.context, sums), ranks * self.replicas.size
+        return sums._replace(grads_VW=sums.grads_VW / ranks) if self.reduce == "mean" else sums
 
     def _trained(self, dense: bool, sums: SummedGradients) -> SummedGradients:
         """The gradients that update rows: not the padding row, and of a read of all rows those that are not zero."""
@@ -95,6 +102,8 @@ class ShardedTrained(Trained):
                 raise state.with_table(refused)
             self._refused = state.with_table(refused)
         state.meter.steps += 1
+        if self.replicas is not None and self.replicas.after_update(state.shard, sums.rows_V, clock):
+            self.pipeline.invalidate_prefetched()
         for exchange in exchanges:
             self.pipeline.after_update(exchange)
         self._updates += 1  # as the clock, which the host would have to wait for
@@ -112,6 +121,19 @@ class ShardedTrained(Trained):
             synchronize(self.arena)  # a GPU reports errors later
         except BadGradient as error:
             raise self.state.with_table(error) from None
+
+    def sync_replicas(self) -> None:
+        """Average the rows of replicas now, if they are apart. Collective over all replicas."""
+        self.pipeline.wait(self.state.meter)
+        if self.replicas is not None and self.replicas.every > 1:
+            self.replicas.sync(self.state.shard, self.trainer.clock)
+            self.pipeline.invalidate_prefetched()
+
+    @contextmanager
+    def agreeing(self, trains: bool) -> Iterator[None]:
+        """Around what precedes an exchange: an error is one of all replicas, where they sum gradients."""
+        with nullcontext() if self.replicas is None else self.replicas.agreeing(trains):
+            yield
 
     # -- what clipping and GradScaler see -----------------------------------------------------------------------------------
 

@@ -346,8 +346,10 @@ class Arena:
             values_ND[cached_N] = read_pointed(Cache(*self.cache), words_N[cached_N], dim)
         return values_ND.clone() if format == F.FP32 else values_ND  # never the arena's own memory
 
-    def write(self, table: int, rows_N: Tensor, values_ND: Tensor, clock: Tensor | None = None) -> None:
-        """Set rows of one table, rounded to nearest or, with a clock, stochastically. NaN and Inf raise."""
+    def write(
+        self, table: int, rows_N: Tensor, values_ND: Tensor, clock: Tensor | None = None, names_N: Tensor | None = None
+    ) -> None:
+        """Set rows of one table, rounded to nearest or, with a clock, by bits for `names_N` (arena rows). NaN and Inf raise."""
         codes_RB, meta_RW, row, format, dim = self.views(table)
         if values_ND.shape != (rows_N.numel(), dim):
             needed = (rows_N.numel(), dim)
@@ -356,7 +358,8 @@ class Arena:
             return
         self.settle()
         self.before_write(rows_N + row)
-        codes_NB, meta_NW = quantize_rows(values_ND, format, clock, rows_N + row)  # refuses bad values before any is set
+        names_N = rows_N + row if names_N is None else names_N
+        codes_NB, meta_NW = quantize_rows(values_ND, format, clock, names_N)  # refuses bad values before any is set
         if self.cache and F.META_WORDS[format]:
             words_N = meta_RW[rows_N, 0]
             cached_N = slot_cache.set_cached(Cache(*self.cache), self.pools, words_N, values_ND, rows_N + row, clock)

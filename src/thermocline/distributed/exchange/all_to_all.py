@@ -290,8 +290,13 @@ def broadcast_updates(
     context: ExchangeContext, group: RankGroup, sums: SummedGradients, sizes: UpdateSizes | None = None
 ) -> SummedGradients:
     """Send the sums of this rank to all members; every member gets the same sums, rounded as messages carry them."""
-    if group.is_single:
-        return sums
+    return sums if group.is_single else reduce(SummedGradients.concat, gather_updates(context, group, sums, sizes))
+
+
+def gather_updates(
+    context: ExchangeContext, group: RankGroup, sums: SummedGradients, sizes: UpdateSizes | None = None
+) -> list[SummedGradients]:
+    """Send the sums of this rank to all members: the sums of every member, in their order, rounded as messages carry them."""
     rows_N, grads_NW, lookups_N = sums
     kernels, fields_KF, width, device = context.kernels, context.shard.fields_KF, grads_NW.shape[1], rows_N.device
     part_N = context.row_index.locate(rows_N).part_N
@@ -308,18 +313,20 @@ def broadcast_updates(
     each_K = context.routes.bytes_K["ids"] + context.routes.bytes_K["gradients"]
     context.meter.add("sync", group.links, others_P[:, None] * (counts_K * each_K), context.routes.tier_K < 3)
     rows_N, lookups_N = decode_counts(ids_N, context.counts)
-    found = SummedGradients(rows_N, kernels.unpack_gradients(packed, fields_KF, part_N, width), lookups_N)
+    own = SummedGradients(rows_N, kernels.unpack_gradients(packed, fields_KF, part_N, width), lookups_N)
+    found = [own.at(slice(0))] * ranks
+    found[group.index] = own
     if int(counts_PJ[:, 1].max()):
         large = int(counts_PJ[:, 1].max()) * (ranks - 1) > shared.LARGE_MESSAGE
         with context.meter.timed("sync"):
             received = group.broadcast(message, (counts_PJ[:, 1] * others_P).tolist(), large)
         context.meter.hold("sync", message.nbytes * (ranks - 1) + sum(each.nbytes for each in received))
-        for count, each in zip(counts_PJ[:, 0].tolist(), received, strict=True):
+        for p, (count, each) in enumerate(zip(counts_PJ[:, 0].tolist(), received, strict=True)):
             if each.numel():
                 ids, packed = each.tensor_split([count * context.id_type.itemsize])
                 # messages may begin at any byte
                 rows_N, lookups_N = decode_counts(ids.clone().view(context.id_type), context.counts)
                 part_N = context.row_index.locate(rows_N).part_N
                 grads_NW = kernels.unpack_gradients(packed.clone(), fields_KF, part_N, width)
-                found = found.concat(SummedGradients(rows_N, grads_NW, lookups_N))
+                found[p] = SummedGradients(rows_N, grads_NW, lookups_N)
     return found

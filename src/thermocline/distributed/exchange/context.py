@@ -90,6 +90,7 @@ class ExchangeContext:
 
             shard.errors = ErrorBuffer(self.row_index.device)
         self.id_type = torch.int32 if self.row_index.id_bytes == torch.int32.itemsize else torch.int64
+        self.updated_elsewhere = False  # whether replicas update rows that no rank here requests
         self.counts = shard.cached  # whether ids carry lookup counts
         self.wire_bytes_K = (shard.wire_KF[:, ROW_BYTES] + 4 * shard.wire_KF[:, WORDS]).contiguous()  # of wire parts
         self.wire_bytes: Counts = self.wire_bytes_K.cpu().numpy()

@@ -47,13 +47,13 @@ class PrefetchedBatch:
     ) -> None:  # fmt: skip
         self._context, self._read, self.input, self.trains = context, read, input, trains
         self._pending, self._previous = list(previous), list[BatchExchange]()
-        self.valid = True
+        self.valid, self.started = True, False
         self.batch: BatchTable | None = None
         self._has_deferred = False
 
     def start(self) -> None:
         """Request its rows, and fetch those that are not deferred."""
-        fields_KF = self._context.shard.fields_KF
+        fields_KF, self.started = self._context.shard.fields_KF, True
         try:
             if self.input is not None:
                 self._bags, self.batch = self._read(self.input)
@@ -198,9 +198,9 @@ class ExchangePipeline:
         self._prefetched.clear()
 
     def invalidate_prefetched(self) -> None:
-        """Rows may have changed: prefetched batches are fetched again."""
+        """Rows may have changed: prefetched batches whose rows have come are fetched again."""
         for each in self._prefetched:
-            each.valid = False
+            each.valid &= not each.started
 
     def after_update(self, exchange: BatchExchange) -> None:
         """The rows of a batch are updated: fetch the rows that were deferred for it."""

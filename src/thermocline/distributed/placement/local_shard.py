@@ -44,7 +44,7 @@ class SummedGradients(NamedTuple):
     grads_VW: Tensor
     lookups_V: Tensor | None = None
 
-    def at(self, at: Tensor) -> SummedGradients:
+    def at(self, at: Tensor | slice) -> SummedGradients:
         """A subset of the rows."""
         return SummedGradients(self.rows_V[at], self.grads_VW[at], None if self.lookups_V is None else self.lookups_V[at])
 
@@ -241,7 +241,7 @@ class LocalShard:
                 return [values, near, cache.rows[here], cache.scores[here], cache.words[here], sketch, cache.ledger[index]]
         return []
 
-    def replica_digests(self, clocks: Sequence[Tensor] | None = None) -> dict[str, str]:
+    def replica_digests(self, clocks: Sequence[Tensor] | None = None, every_tier: bool = False) -> dict[str, str]:
         """Sha256 of everything that replicas must have in common: rows, state and slots of tiers 1 and 2, clock and rates.
 
         An update in the background gives its own clock and rates: those of the trainer change while it runs.
@@ -249,7 +249,7 @@ class LocalShard:
         self.arena.settle()
         found = {"clock and learning rate": _sha256(clocks or [self.trainer.clock, self.trainer.hyper])}
         for k, part in enumerate(self.row_index.parts):
-            if part.tier < 3:
+            if part.tier < 3 or every_tier:
                 tensors = [*self.arena.views(k)[:2], *self.states(k), *self.slots(k)]
                 found[f"tier {part.tier} of table {part.name!r}"] = _sha256(tensors)
         return found

@@ -317,17 +317,8 @@ class _Refresh:
         if self.policy == F.ADAPTIVE:
             self.fields[:, C.NOW :] = [self._now(cache, index) for index in range(len(self.pools))]
         number, chunks = len(self.pools), self.sizes.chunks[-1]
-        parts = (pieces * number * C.STATS, pieces * number * BUCKETS, 3 * chunks, chunks * BUCKETS)
-        parts += (
-            count,
-            count,
-            count,
-            count,
-            -(-count // 2),
-            -(-count // 8),
-            -(-self.sizes.slots // 8),
-            2 * -(-count // _SWAPS),
-        )
+        parts = [pieces * number * C.STATS, pieces * number * BUCKETS, 3 * chunks, chunks * BUCKETS]
+        parts += [count] * 4 + [-(-count // 2), -(-count // 8), -(-self.sizes.slots // 8), 2 * -(-count // _SWAPS)]
         self.begins = list(accumulate(parts, initial=0))
         self.held = np.empty(self.begins[-1], dtype=np.int64)
         arrays = addresses("Bifiqiiiq", codes, meta, *cache[:6], self.fields)

@@ -32,7 +32,7 @@ def step_constants(hyper: tuple[float, ...]) -> tuple[np.ndarray[Any, np.dtype[n
     size = lr * np.sqrt(1 - power2) / (1 - power1) if power1 != 1 else 0.0
     values = [lr, eps, beta1, beta2, 1 - beta1, 1 - beta2, size, 1 - lr * decay, decay]
     constants = np.array(values, dtype=np.float64).astype(np.float32)
-    return constants, *addresses("f", constants)
+    return constants, addresses("f", constants)[0]
 
 
 @block("i64 i64 f32 -> none")

@@ -95,7 +95,7 @@ def admit(
     ids_U, inverse_M, counts_U = ids_N[missed_M].unique(return_inverse=True, return_counts=True)
     heat_U = count(arrays, rules, ids_U, counts_U)
     draws_U = right(hash_ids(hash_ids(ids_U, rules.key), signed(step ^ CHANCE_KEY)), 32)
-    ready_U = (heat_U >= after) & (draws_U >= torch.tensor(chances(chance))[counts_U.clamp(max=MOST)])
+    ready_U = (heat_U >= after) & (draws_U >= torch.tensor(chances(chance), dtype=torch.int64)[counts_U.clamp(max=MOST)])
     rows_C, before_C, left_C = place(arrays, rules, ids_U[ready_U], heat_U[ready_U], step, barrier)
     rows_U = torch.full_like(ids_U, -1).masked_scatter(ready_U, rows_C)
     rows_M, placed_U = rows_U[inverse_M], rows_U >= 0

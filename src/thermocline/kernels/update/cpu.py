@@ -235,7 +235,7 @@ def advance(clock: Tensor, hyper: Tensor) -> None:
 def _fields_of(tables: TableLayout) -> tuple[Any, int]:
     """Fields of the distinct tables, as kernels take them, and their address."""
     fields = np.array(tables.distinct, dtype=np.int64)
-    return fields, *addresses("q", fields)
+    return fields, addresses("q", fields)[0]
 
 
 def _run(rows: RowArrays, optimizer: OptimizerArrays, call: Callable[[tuple[int, ...], int], int], tasks: int) -> None:

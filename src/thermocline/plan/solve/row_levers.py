@@ -316,6 +316,11 @@ class Unified:
     tables: tuple[UnifiedTable, ...]
     saved: float  # bytes
 
+    @property
+    def launches_saved(self) -> int:
+        """Fewer lookups and exchanges per step, if every table is a module of its own."""
+        return sum(len(table.first) - 1 for table in self.tables)
+
 
 def unify(columns: Sequence[FeatureColumn], row_bytes: Mapping[str, float] | float = 1.0, small: int = SMALL) -> Unified:
     """Join features into shared tables.
