@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import queue
@@ -367,3 +368,24 @@ def test_a_hundred_concurrent_clients_get_their_own_rows(serve):
     asyncio.run(ask())
     assert sum(running.model.batches) == 100 and max(running.model.batches) > 1
     assert began <= running.server.repository.metrics.of("tables").last <= time.time()
+
+
+def test_a_finished_call_waits_for_no_garbage_collector(serve):
+    running = serve()
+    gc.collect()
+    budget, contexts = running.server._service.budget, type_counter("_ServicerContext")
+    with over_grpc.InferenceServerClient(running.grpc) as client:
+        gc.disable()
+        try:
+            for _ in range(20):
+                assert client.is_server_live()
+                client.infer("tables", tensor(5))
+            until(lambda: budget.held == 0 and contexts() == 0, "calls are still in memory")
+        finally:
+            gc.enable()
+
+
+def type_counter(name):
+    """How many objects there are of a type that Python names so, apart from those that are there now."""
+    known = {id(each) for each in gc.get_objects() if type(each).__name__ == name}
+    return lambda: sum(type(each).__name__ == name and id(each) not in known for each in gc.get_objects())

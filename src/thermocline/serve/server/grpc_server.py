@@ -39,6 +39,7 @@ _HEALTH = ("ServerLive", "ServerReady", "ModelReady")
 LOOP_VALUES, LOOP_BYTES = 1 << 12, 1 << 20  # typed values that are read, and tensors that are written, in the event loop
 # Larger messages with texts, which are hashed one by one, leave the loop. Texts in shared memory may be many.
 LOOP_TEXT, _HAS_TEXT, _IS_SHARED = 1 << 15, b"\x12\x05BYTES", REGION.encode()
+_EOF = grpc.aio.EOF
 MAX_CONTROL_BYTES = 1 << 16  # of a request that holds no tensors
 
 
@@ -54,7 +55,8 @@ class GrpcService:
         model, service = "", self._service
         try:
             call = service.calls.begin(context)
-            data = await _message(context)
+            if (data := await context.read()) is _EOF:
+                raise _no_message()
             received = perf_counter()
             call.execute(len(data))
             if (response := answer(service, data, received)) is not None:
@@ -155,7 +157,8 @@ class GrpcService:
                 call = calls.begin(context, name in _HEALTH)
                 if name in ("RepositoryModelLoad", "RepositoryModelUnload"):
                     self._service.check_control(_authorization(context.invocation_metadata()))
-                data = await _message(context)
+                if (data := await context.read()) is _EOF:
+                    raise _no_message()
                 call.until = math.inf
                 refuse_count(f"bytes of a {name}Request", len(data), MAX_CONTROL_BYTES)
                 returned = method(parse(f"{name}Request", data))
@@ -196,13 +199,8 @@ class GrpcService:
         return {}
 
 
-async def _message(context: Any) -> bytes:
-    """The one message of a unary request."""
-    data = await context.read()
-    if data is grpc.aio.EOF:
-        raise BadInput("the request ended before its message", parameter="message")
-    message: bytes = data
-    return message
+def _no_message() -> BadInput:
+    return BadInput("the request ended before its message", parameter="message")
 
 
 def _region_of(request: Any) -> tuple[str, str, int, int]:

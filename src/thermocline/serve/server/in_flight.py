@@ -48,10 +48,9 @@ class GrpcCall:
 
     __slots__ = ("_budget", "_limits", "_loop", "context", "held", "until", "waits")
 
-    def __init__(self, context: Any, budget: ByteBudget, limits: ServerLimits) -> None:
-        self.context, self._budget, self._limits, self.held = context, budget, limits, 0
-        self._loop = asyncio.get_running_loop()
-        self.wait("body", limits.slow)
+    def __init__(self, context: Any, budget: ByteBudget, limits: ServerLimits, loop: asyncio.AbstractEventLoop) -> None:
+        self.context, self._budget, self._limits, self._loop, self.held = context, budget, limits, loop, 0
+        self.waits, self.until = "body", loop.time() + limits.slow
 
     def wait(self, waits: str, seconds: float) -> None:
         """Wait for the peer: for its 'body', until it has 'read' a response, or for the next message of an 'idle' stream."""
@@ -83,20 +82,26 @@ class GrpcCalls:
 
     def __init__(self, budget: ByteBudget, limits: ServerLimits, dropped: Counter[str]) -> None:
         self._budget, self._limits, self._dropped = budget, limits, dropped
-        self._calls: dict[GrpcCall, None] = {}
+        self._calls: dict[asyncio.Task[Any], GrpcCall] = {}  # by the task that runs the handler
         self._swept = -math.inf
 
     def begin(self, context: Any, health: bool = False) -> GrpcCall:
-        """Register a call before its message is read. Raises `Overloaded`."""
-        call = GrpcCall(context, self._budget, self._limits)
+        """Register the call of the current task before its message is read. Raises `Overloaded`.
+
+        The task ends when its peer has read the response. A callback of the context would be a cycle of references: what a call
+        held, with memory of gRPC, would wait for the garbage collector, and the next call would take memory that no cache has.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        call = GrpcCall(context, self._budget, self._limits, task.get_loop())
         call.take(CALL_BYTES, self._budget.limit // HEALTH_SHARE if health else 0)
-        self._calls[call] = None
-        context.add_done_callback(lambda _: self._end(call))
+        self._calls[task] = call
+        task.add_done_callback(self._end)
         return call
 
-    def _end(self, call: GrpcCall) -> None:
-        self._budget.give(call.held)
-        del self._calls[call]
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        if (call := self._calls.pop(task, None)) is not None:
+            self._budget.give(call.held)
 
     def sweep(self) -> None:
         """End calls whose peer is late, and the oldest half-sent requests where all of them could exceed the budget.
@@ -104,8 +109,9 @@ class GrpcCalls:
         A request that arrives has no known size. Its largest size counts if it has not arrived between two sweeps.
         """
         now = asyncio.get_running_loop().time()
-        late = [call for call in self._calls if call.until <= now]
-        arriving = [each for each in self._calls if each.waits == "body" and now < each.until < self._swept + self._limits.slow]
+        calls, begun = self._calls.values(), self._swept + self._limits.slow
+        late = [call for call in calls if call.until <= now]
+        arriving = [call for call in calls if call.waits == "body" and now < call.until < begun]
         late += arriving[: max(0, len(arriving) - max(1, self._budget.limit // self._limits.max_message))]
         self._swept = now
         for call in late:

@@ -47,10 +47,6 @@ class LatencyHistogram:
         self.counts = [0] * (len(BOUNDS) + 1)
         self.total = 0.0
 
-    def record(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS, seconds)] += 1
-        self.total += seconds
-
     @property
     def count(self) -> int:
         return sum(self.counts)
@@ -71,12 +67,14 @@ class ModelMetrics:
         self.queued_in_fronts = 0
         self.last = 0.0  # Unix time of the last request
         self.stages = {stage: LatencyHistogram() for stage in STAGES}
+        self._histograms = tuple(self.stages.values())
 
     def record(self, read: float, queue: float, infer: float, write: float, ids: int) -> None:
         """Count a request: its seconds in each stage, and its ids."""
         seconds = (read, queue, infer, write, read + queue + infer + write)
-        for histogram, each in zip(self.stages.values(), seconds, strict=True):
-            histogram.record(each)
+        for histogram, each in zip(self._histograms, seconds, strict=True):
+            histogram.counts[bisect_left(BOUNDS, each)] += 1
+            histogram.total += each
         self.answered += 1
         self.ids += ids
         self.last = time.time()
