@@ -104,7 +104,7 @@ def test_a_kill_while_saving_what_changed_or_while_compacting_loses_nothing(tmp_
 
 
 def test_killed_first_save_leaves_no_checkpoint_and_the_next_one_works(tmp_path):
-    status = in_a_fork(lambda: lines_of(lambda: tc.save(bag_of(1), tmp_path), 150))
+    status = in_a_fork(lambda: lines_of(lambda: tc.save(bag_of(1), tmp_path), 200))
     assert os.WIFSIGNALED(status) and any(tmp_path.iterdir())
     with pytest.raises(tc.FormatError, check=has(path=tmp_path / "manifest.json")):
         tc.load(tmp_path)
