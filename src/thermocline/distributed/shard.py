@@ -14,7 +14,7 @@ otherwise stay unnoticed. Ranks then compare collections and the maps of rows. E
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -266,33 +266,48 @@ def shard_(
         sharding = thermocline.shard_(model, "plan.json", heat="heat.tc")
         optimizer = thermocline.fused_optimizer(model)
     """
-    if reduce not in ("mean", "sum"):
-        raise BadInput(f"reduce is {reduce!r}; use 'mean' or 'sum'", parameter="reduce", value=reduce)
+    settings = _settings(reduce, check_every, sync_every, mesh)
     modules = shardable_modules(model)
     sources = {name: ShardSource.of(name, module) for name, module in modules.items()}
-    given = {"reduce": reduce, "check_every": f"{check_every}", "sync_every": f"{sync_every}"}
-    given["mesh"] = "none" if mesh is None else f"{mesh.mesh.tolist()}"
-    plan, heat = read_inputs(plan, heat, sources, given)
+    plan, heat = read_inputs(plan, heat, sources, settings)
     here, layout = _check(model, modules, sources, plan, heat, device, mesh, sync_every)
     sources = {name: ShardSource.of(name, module, plan) for name, module in modules.items()}
     groups = ProcessGroups.make(plan.topology.nodes, plan.topology.gpus_per_node, here, *([layout] if layout else []))
     tables, maps = map_collections(plan, heat, sources, groups, here)
     check_maps(groups, tables, maps)
     made: dict[str, ShardedCollection] = {}
-    plain_groups: ProcessGroups | None = None  # of all plain modules
-    for name, module in modules.items():
-        own_groups = groups.duplicate() if made else groups
-        if not isinstance(module, EmbeddingCollection):
-            own_groups = plain_groups = plain_groups or own_groups
+    for (name, module), own_groups in zip(modules.items(), _own_groups(modules, groups), strict=True):
         made[name] = _into_shard(module, sources.pop(name), tables[name], maps[name], own_groups, here, heat)
         made[name].trained.reduce, made[name].trained.check_every, made[name].plan = reduce, check_every, plan
         made[name].counter = FrequencyCounter(made[name].features, count_every, plan.batch, groups.local_size)
-        if own_groups.replicas is not None:
-            made[name].trained.replicas = Replicas(name, own_groups.replicas, sync_every)
-            made[name].state.context.updated_elsewhere = sync_every == 1
+        _join_replicas(name, made[name], own_groups, sync_every)
     sharding = Sharding(plan, groups, made)
     sharding.check_replicas()
     return sharding
+
+
+def _settings(reduce: str, check_every: int, sync_every: int, mesh: DeviceMesh | None) -> dict[str, str]:
+    """Arguments that must be the same on all ranks, in words."""
+    if reduce not in ("mean", "sum"):
+        raise BadInput(f"reduce is {reduce!r}; use 'mean' or 'sum'", parameter="reduce", value=reduce)
+    given = {"reduce": reduce, "check_every": check_every, "sync_every": sync_every, "mesh": mesh and mesh.mesh.tolist()}
+    return {name: f"{value}" for name, value in given.items()}
+
+
+def _own_groups(modules: Mapping[str, Shardable], groups: ProcessGroups) -> Iterator[ProcessGroups]:
+    """Process groups for each collection, and one set for all plain modules."""
+    plain: ProcessGroups | None = None
+    for number, module in enumerate(modules.values()):
+        own = groups.duplicate() if number else groups
+        if not isinstance(module, EmbeddingCollection):
+            own = plain = plain or own
+        yield own
+
+
+def _join_replicas(name: str, shard: ShardedCollection, groups: ProcessGroups, sync_every: int) -> None:
+    if groups.replicas is not None:
+        shard.trained.replicas = Replicas(name, groups.replicas, sync_every)
+        shard.state.context.updated_elsewhere = sync_every == 1
 
 
 def _into_shard(module: Shardable, source: ShardSource, *given: Any) -> ShardedCollection:

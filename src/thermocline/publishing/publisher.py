@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from thermocline.checkpoint.format.dense_state import dense_tensors, full_tensor
-from thermocline.checkpoint.format.module_entries import find_modules
+from thermocline.checkpoint.format.module_entries import NamedModule, find_modules
 from thermocline.checkpoint.publishes.log import PublishLog
 from thermocline.checkpoint.publishes.part import PublishedTable, PublishPart, model_signature
 from thermocline.checkpoint.publishes.row_delta import RowDelta
@@ -296,6 +296,16 @@ class Publisher:
             self._end()
 
 
+def _check(found: list[NamedModule], ranks: CheckpointRanks) -> None:
+    """Raise unless a publisher of these modules may begin."""
+    if any(each.module.arena.unpublished is not None for each in found):
+        raise BadInput(
+            "a publisher of this model is open; close() it first, or give one publisher several addresses", open=True
+        )
+    if ranks.groups is not None and ranks.groups.replicas is not None:
+        raise BadInput("replicas do not publish: use a job without a mesh, or serve what save writes", parameter="mesh")
+
+
 def publish(
     model: nn.Module,
     folder: str | Path,
@@ -345,12 +355,7 @@ def publish(
     targets = [LinkTarget(*read_address(each), name, PATIENCE_S) for each in addresses]
     secret = read_secret(secret_file) if addresses else b""
     found, ranks = find_modules(model), CheckpointRanks.of(model)
-    if any(each.module.arena.unpublished is not None for each in found):
-        raise BadInput(
-            "a publisher of this model is open; close() it first, or give one publisher several addresses", open=True
-        )
-    if ranks.groups is not None and ranks.groups.replicas is not None:
-        raise BadInput("replicas do not publish: use a job without a mesh, or serve what save writes", parameter="mesh")
+    _check(found, ranks)
     publisher = Publisher([ModuleRows(each) for each in found], ranks, model, dense)
     try:
         publisher._start(model, Path(folder), targets, secret, interval, rate)
