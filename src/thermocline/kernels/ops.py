@@ -176,10 +176,11 @@ def is_for_rows(tie: Any) -> bool:
     """Whether the pass that runs trains rows: not `autograd.grad`, `backward(inputs=...)` without them, nor one of frozen rows.
 
     Args:
-        tie: the node in the graph that accumulates the gradient of the placeholder.
+        tie: the node in the graph that accumulates the gradient of the placeholder, or passes it on.
     """
+    frozen = hasattr(tie, "variable") and not tie.variable.requires_grad
     try:
-        return tie.variable.requires_grad and torch._C._will_engine_execute_node(tie)
+        return not frozen and torch._C._will_engine_execute_node(tie)
     except RuntimeError:  # autograd.grad with respect to the placeholder
         return False
 
