@@ -241,8 +241,8 @@ class RowBacklog:
         codes_DK = np.rint(group.coefficients_DK / size_K).clip(-_LARGEST, _LARGEST).astype(np.int8)
         kept = np.flatnonzero(codes_DK.any(0))
         slot_K = group.slot_K[kept]
-        names = [self._tables[slot].name for slot in slot_K.tolist()]
-        tables = [(name, names.count(name)) for name in dict.fromkeys(names)]
+        numbers, counts = np.unique(self._number_S[slot_K], return_counts=True)  # rows are sorted by them
+        tables = [(self._tables[number].name, count) for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)]
         steps = RowSteps(
             tables, group.number_K[kept], group.exponents_K[kept], codes_DK[:, kept], group.directions_DD, step
         )  # fmt: skip
