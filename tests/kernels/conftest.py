@@ -34,6 +34,17 @@ Table = tuple[int, int, str]  # rows, dimension, precision
 
 
 @pytest.fixture
+def errors(on: Callable[[Any], Any]) -> Iterator[Any]:
+    """The error buffer of GPU kernels, empty before the test and after it."""
+    from thermocline.kernels.gpu.errors import error_buffer
+
+    buffer = error_buffer(on(torch.zeros(1)))
+    buffer.raise_pending()
+    yield buffer
+    buffer.raise_pending()
+
+
+@pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory from torch.empty and its relatives holds NaN, bytes 0x7F, and wider integers 1.
 

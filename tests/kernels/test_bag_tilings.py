@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from thermocline import formats as F
 from thermocline.errors import BadInput, IdOutOfRange
 from thermocline.kernels.arguments import LookupCall, RowArrays
 from thermocline.kernels.gather import reference
-from thermocline.kernels.gpu.errors import error_buffer
 from thermocline.kernels.layout import Cache
 from thermocline.rows.arena import Arena
 
@@ -29,14 +28,6 @@ Make = Callable[..., Any]
 TILINGS = [Tiling(128, 4, 1), Tiling(64, 8, 3, fetch=True), Tiling(32, 4, 4, split=True), Tiling(32, 16, 32, convert=False)]
 TOLERANCE = {torch.float32: (1e-5, 2e-5), torch.float16: (2e-3, 2e-3), torch.bfloat16: (1.6e-2, 1.6e-2)}
 TABLES = [(31, 8, "int8"), (17, 3, "int4"), (23, 20, "fp16"), (5, 8, "int2"), (9, 1, "fp8"), (12, 96, "int8"), (7, 40, "fp32")]
-
-
-@pytest.fixture
-def errors(on: On) -> Iterator[Any]:
-    buffer = error_buffer(on(torch.zeros(1)))
-    buffer.raise_pending()
-    yield buffer
-    buffer.raise_pending()
 
 
 def _cached(arena: Arena) -> RowArrays:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flat
@@ -43,15 +43,6 @@ def _bad_id(id: int) -> Tensor:
 @pytest.fixture
 def training(make_arena: Make, make_training: Make) -> Any:
     return make_training(make_arena(TABLES), F.ADAM)
-
-
-@pytest.fixture
-def errors(on: On) -> Iterator[Any]:
-    """The error buffer, empty before the test and after it."""
-    buffer = error_buffer(on(torch.zeros(1)))
-    buffer.raise_pending()
-    yield buffer
-    buffer.raise_pending()
 
 
 def _settle(tensor: Tensor) -> None:

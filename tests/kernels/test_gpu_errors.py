@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,15 +28,6 @@ pytestmark = [
 
 On = Callable[[Any], Any]
 Make = Callable[..., Any]
-
-
-@pytest.fixture
-def errors(on: On) -> Iterator[Any]:
-    """The error buffer, empty before the test and after it."""
-    buffer = error_buffer(on(torch.zeros(1)))
-    buffer.raise_pending()
-    yield buffer
-    buffer.raise_pending()
 
 
 def _settle(tensor: Tensor) -> None:
